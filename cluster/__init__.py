@@ -1,0 +1,1 @@
+"""Where and how many: launching, settings, Serve config files."""

@@ -1,0 +1,1 @@
+"""Attention over block-managed KV, behind the attention interface of transformers."""

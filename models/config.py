@@ -1,0 +1,134 @@
+"""Core configuration of one served model: frozen, no I/O, no torch.
+
+Composition only; a class receives just its part. A value that is computed (from the model's
+files or the machine) lives in a *plan* type made by a named function, never in a config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from models.errors import ConfigError
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which weights, under which name, on which device.
+
+    Attributes:
+        path: folder of a transformers model, a ``.gguf`` file, a hub id, or "" for the bundled one.
+        model_id: the name that requests use.
+        device: "cpu", "cuda" or "cuda:<index>".
+        dtype: one of DTYPES.
+        max_model_len_tokens: upper bound on prompt plus output; 0 takes the model's own window.
+        num_threads: compute threads on the CPU; 0 takes every core that the process may use.
+        chat_template: Jinja text that replaces the model's own template; "" keeps it.
+    """
+
+    path: str = ""
+    model_id: str = "smollm2-135m-instruct"
+    device: str = "cpu"
+    dtype: str = "bfloat16"
+    max_model_len_tokens: int = 0
+    num_threads: int = 0
+    chat_template: str = ""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without files.
+
+        Raises:
+            ConfigError: naming the field.
+        """
+        if not self.model_id:
+            raise ConfigError("model_id", "must not be empty")
+        if self.dtype not in DTYPES:
+            raise ConfigError("dtype", f"'{self.dtype}' is not one of {', '.join(DTYPES)}")
+        _check_at_least("max_model_len_tokens", self.max_model_len_tokens, 0)
+        _check_at_least("num_threads", self.num_threads, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheConfig:
+    """Room for keys and values.
+
+    Attributes:
+        budget_bytes: bytes for the KV pool; the number of blocks follows from it.
+        block_size_tokens: tokens of one block.
+        is_prefix_caching_enabled: keep the KV of finished requests for later ones that start alike.
+    """
+
+    budget_bytes: int = 1 << 30
+    block_size_tokens: int = 16
+    is_prefix_caching_enabled: bool = True
+
+    def __post_init__(self) -> None:
+        """Check ranges.
+
+        Raises:
+            ConfigError: naming the field.
+        """
+        _check_at_least("kv_budget_bytes", self.budget_bytes, 1)
+        _check_at_least("block_size_tokens", self.block_size_tokens, 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Budgets of one step and of the waiting queue.
+
+    Attributes:
+        max_num_seqs: most sequences that run at the same time (the rows of a decode step).
+        max_num_batched_tokens: most tokens of one step, decode and prefill together.
+        max_num_waiting: most requests that wait for admission; one more is refused.
+        max_num_choices: most choices of one request.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 256
+    max_num_waiting: int = 512
+    max_num_choices: int = 128
+
+    def __post_init__(self) -> None:
+        """Check ranges.
+
+        Raises:
+            ConfigError: naming the field.
+        """
+        _check_at_least("max_num_seqs", self.max_num_seqs, 1)
+        _check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _check_at_least("max_num_waiting", self.max_num_waiting, 1)
+        _check_at_least("max_num_choices", self.max_num_choices, 1)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                "max_num_batched_tokens",
+                f"{self.max_num_batched_tokens} is less than max_num_seqs ({self.max_num_seqs}): "
+                "a decode step could not hold one token of every sequence",
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All of one engine.
+
+    Attributes:
+        default_max_tokens: new tokens when the request names no limit (clamped to the room left).
+    """
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    kv_cache: KVCacheConfig = dataclasses.field(default_factory=KVCacheConfig)
+    scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
+    default_max_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        """Check ranges.
+
+        Raises:
+            ConfigError: naming the field.
+        """
+        _check_at_least("default_max_tokens", self.default_max_tokens, 1)
+
+
+def _check_at_least(field: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(field, f"{value} is less than {low}")

@@ -1,0 +1,1 @@
+"""From a path to a model that is known to compute what transformers computes."""

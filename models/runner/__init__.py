@@ -1,0 +1,1 @@
+"""Executes step plans: the only caller of the model."""

@@ -1,0 +1,1 @@
+"""Decides which sequences run in the next step. Holds no tensors."""

@@ -1,0 +1,1 @@
+"""Logits and per-row parameters in, tokens and log probabilities out."""
