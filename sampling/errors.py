@@ -3,7 +3,7 @@
     SamplingError(ValueError)
       InvalidSamplingParamsError   a parameter is out of range (the caller's fault)
       RowSamplingError             one row of a batch cannot be sampled; its neighbours can
-        NonFiniteLogitsError       the model gave NaN or only -inf for this row
+        NonFiniteLogitsError       the model gave NaN, +inf or only -inf for this row
         NoTokenLeftError           masks and bias leave no token to choose
 
 Every class keeps the pickle rule: positional constructor, the same values to
@@ -32,7 +32,7 @@ class RowSamplingError(SamplingError):
 
 
 class NonFiniteLogitsError(RowSamplingError):
-    """The model produced NaN, or -inf for every token, in this row."""
+    """The model produced NaN or +inf, or -inf for every token, in this row."""
 
     def __str__(self) -> str:
         return "the model produced logits that are not numbers for this sequence"

@@ -1,0 +1,64 @@
+# The commands of this project. Each sets up .venv first if needed: once in minutes, then in no time.
+#   make serve     serve the bundled model on 127.0.0.1:8000; ARGS="model=... port=..." for your own
+#   make test      every test that a CPU machine can run
+#   make check     lint, format, types, import rules
+#   make test-unit the quick tests: no Ray, no real model
+#   make fmt       format the code
+#   make bench     print the table of speeds
+#   make soak      the long runs
+#   make lock      resolve the dependencies anew into constraints.txt
+#   make clean     remove caches (not .venv)
+.PHONY: serve test check test-unit fmt bench soak lock clean setup
+.NOTPARALLEL:
+
+# Asked for only when .venv must be made. A pyenv shim may exist and still not run: try each.
+PYTHON ?= $(shell for name in python3.11 python3 python; do \
+	$$name -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null \
+	&& echo $$name && break; done)
+VENV_PYTHON := .venv/bin/python
+STAMP := .venv/.medley-ready
+# The converted bundled model lies here, so that serve, test and bench share one copy.
+export MEDLEY_CACHE_DIR ?= $(CURDIR)/.cache/medley
+ARGS ?=
+
+serve: $(STAMP)
+	@exec $(VENV_PYTHON) -m cluster.launch up $(ARGS)
+
+test: $(STAMP)
+	$(VENV_PYTHON) -m pytest -q -m "not gpu and not bench and not soak"
+
+test-unit: $(STAMP)
+	$(VENV_PYTHON) -m pytest -q tests/unit tests/contract
+
+check: $(STAMP)
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m ruff format --check .
+	$(VENV_PYTHON) -m mypy
+	.venv/bin/lint-imports
+
+fmt: $(STAMP)
+	$(VENV_PYTHON) -m ruff check --fix .
+	$(VENV_PYTHON) -m ruff format .
+
+bench: $(STAMP)
+	$(VENV_PYTHON) -m pytest -q -s -m bench tests/benchmarks
+
+soak: $(STAMP)
+	$(VENV_PYTHON) -m pytest -q -s -m soak
+
+lock:
+	@sh scripts/lock.sh $(PYTHON) > constraints.txt.new
+	@mv constraints.txt.new constraints.txt
+
+clean:
+	rm -rf .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build
+	rm -rf *.egg-info
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+setup: $(STAMP)
+
+# flock, where there is one, keeps two makes at the same time from building one .venv.
+$(STAMP): pyproject.toml constraints.txt scripts/setup_venv.sh
+	@mkdir -p .cache
+	@$(if $(shell command -v flock),flock .cache/setup.lock) \
+		sh scripts/setup_venv.sh "$(PYTHON)" $(STAMP)

@@ -1,0 +1,93 @@
+"""The call that crosses a handle from Ingress to ModelReplica: the one written schema.
+
+A plain dict, so that both sides may run different versions. Built by ``deployments.translate``
+after validation, read here into a ``GenerationRequest``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypedDict
+
+from models.requests import ChatPrompt, GenerationRequest, Prompt, TextPrompt, TokenPrompt
+from sampling.params import SamplingParams
+
+
+class ChatPromptRecord(TypedDict):
+    """Messages for the chat template."""
+
+    kind: Literal["chat"]
+    messages: list[dict[str, Any]]
+
+
+class TextPromptRecord(TypedDict):
+    """Plain text."""
+
+    kind: Literal["text"]
+    text: str
+
+
+class TokenPromptRecord(TypedDict):
+    """Token ids."""
+
+    kind: Literal["tokens"]
+    token_ids: list[int]
+
+
+PromptRecord = ChatPromptRecord | TextPromptRecord | TokenPromptRecord
+
+
+class GenerationCall(TypedDict):
+    """One prompt to continue.
+
+    ``sampling`` holds the fields of SamplingParams that differ from their defaults;
+    ``max_tokens`` counts only with ``is_max_tokens_explicit``.
+    """
+
+    request_id: str
+    prompt: PromptRecord
+    sampling: dict[str, Any]
+    is_max_tokens_explicit: bool
+    seed: int
+    num_choices: int
+    stop: list[str]
+    is_stop_included: bool
+    is_special_token_skipped: bool
+    cache_salt: str | None
+
+
+def to_generation_request(call: GenerationCall) -> GenerationRequest:
+    """Return the engine's form of a call.
+
+    Args:
+        call: as an ingress built it.
+
+    Raises:
+        InvalidSamplingParamsError: a parameter is out of range (an ingress refuses it before).
+    """
+    return GenerationRequest(
+        request_id=call["request_id"],
+        prompt=_to_prompt(call["prompt"]),
+        sampling=SamplingParams(
+            **{name: _freeze(value) for name, value in call["sampling"].items()}
+        ),
+        seed=call["seed"],
+        is_max_tokens_explicit=call["is_max_tokens_explicit"],
+        num_choices=call["num_choices"],
+        stop=tuple(call["stop"]),
+        is_stop_included=call["is_stop_included"],
+        is_special_token_skipped=call["is_special_token_skipped"],
+        cache_salt=call["cache_salt"],
+    )
+
+
+def _to_prompt(record: PromptRecord) -> Prompt:
+    if record["kind"] == "chat":
+        return ChatPrompt(messages=tuple(record["messages"]))
+    if record["kind"] == "text":
+        return TextPrompt(text=record["text"])
+    return TokenPrompt(token_ids=tuple(record["token_ids"]))
+
+
+def _freeze(value: Any) -> Any:
+    """Return a value with tuples for lists, as SamplingParams holds them."""
+    return tuple(_freeze(item) for item in value) if isinstance(value, list) else value

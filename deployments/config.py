@@ -1,0 +1,208 @@
+"""The service's configuration as people and YAML write it, and its one bridge to the engine's.
+
+Reads no files and no environment. Defaults of the engine are taken from ``models.config``, so
+that none is written twice.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from models.config import EngineConfig, KVCacheConfig, ModelConfig, SchedulerConfig
+from models.errors import ConfigError
+
+_ENGINE = EngineConfig()
+_MODEL = _ENGINE.model
+_KV_CACHE = _ENGINE.kv_cache
+_SCHEDULER = _ENGINE.scheduler
+
+AtLeastZero = Annotated[int, Field(ge=0)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class ModelEntry(BaseModel):
+    """One served model: its weights, its engine, and how many replicas of it.
+
+    Attributes:
+        model: folder of a transformers model, a ``.gguf`` file, a hub id, or "" (the bundled one).
+        model_id: the name that requests use; without one, the last part of ``model``.
+        device: "cpu", "cuda" or "cuda:<index>".
+        dtype: "bfloat16", "float16" or "float32".
+        adapters: folder with one PEFT folder per adapter; "" serves the base model alone.
+        max_model_len_tokens: upper bound on prompt plus output; 0 takes the model's own window.
+        num_threads: compute threads on the CPU; 0 takes every core that the process may use.
+        chat_template: Jinja text that replaces the model's own template; "" keeps it.
+        kv_budget_bytes: bytes for the KV pool of one replica.
+        block_size_tokens: tokens of one KV block.
+        is_prefix_caching_enabled: keep the KV of finished requests for later ones.
+        max_num_seqs: most sequences that run at the same time in one replica.
+        max_num_batched_tokens: most tokens of one step.
+        max_num_waiting: most requests that wait in one replica; one more is refused.
+        max_num_choices: most choices (``n``) of one request.
+        default_max_tokens: new tokens when a request names no limit.
+        replicas: number of replicas while ``max_replicas`` is 0.
+        min_replicas: fewest replicas when the number scales; 0 lets an idle model go.
+        max_replicas: most replicas when the number scales; 0 fixes it at ``replicas``.
+        target_ongoing_requests: load per replica that scaling aims at.
+        upscale_delay_s: seconds of higher load before replicas are added.
+        downscale_delay_s: seconds of lower load before replicas are taken away.
+        num_cpus: CPUs that Ray reserves for a replica; a fraction lets several share a core.
+        num_gpus: GPUs that Ray reserves for a replica on a CUDA device; unused on the CPU.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = _MODEL.path
+    model_id: str = _MODEL.model_id
+    device: str = _MODEL.device
+    dtype: str = _MODEL.dtype
+    adapters: str = ""
+    max_model_len_tokens: int = _MODEL.max_model_len_tokens
+    num_threads: int = _MODEL.num_threads
+    chat_template: str = _MODEL.chat_template
+    kv_budget_bytes: int = _KV_CACHE.budget_bytes
+    block_size_tokens: int = _KV_CACHE.block_size_tokens
+    is_prefix_caching_enabled: bool = _KV_CACHE.is_prefix_caching_enabled
+    max_num_seqs: int = _SCHEDULER.max_num_seqs
+    max_num_batched_tokens: int = _SCHEDULER.max_num_batched_tokens
+    max_num_waiting: int = _SCHEDULER.max_num_waiting
+    max_num_choices: int = _SCHEDULER.max_num_choices
+    default_max_tokens: int = _ENGINE.default_max_tokens
+    replicas: AtLeastOne = 1
+    min_replicas: AtLeastZero = 1
+    max_replicas: AtLeastZero = 0
+    target_ongoing_requests: AtLeastOne = 16
+    upscale_delay_s: Seconds = 10.0
+    downscale_delay_s: Seconds = 300.0
+    num_cpus: Share = 0.5
+    num_gpus: Share = 1.0
+
+    @property
+    def is_scaling(self) -> bool:
+        """Whether the number of replicas follows the load."""
+        return self.max_replicas > 0
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the model runs on the CPU."""
+        return self.device == "cpu"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_model(cls, values: Any) -> Any:
+        """Name a model of one's own after its path, never after the bundled one."""
+        if isinstance(values, dict) and values.get("model") and "model_id" not in values:
+            return {**values, "model_id": PurePath(str(values["model"])).name}
+        return values
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        if not self.is_scaling:
+            if "min_replicas" in self.model_fields_set:
+                raise ValueError("min_replicas needs max_replicas; replicas fixes the number")
+            return self
+        if "replicas" in self.model_fields_set:
+            raise ValueError("replicas fixes the number and excludes max_replicas")
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(
+                f"min_replicas ({self.min_replicas}) is above max_replicas ({self.max_replicas})"
+            )
+        return self
+
+    def to_engine_config(self) -> EngineConfig:
+        """Return the engine's part.
+
+        Raises:
+            ConfigError: a value is out of range; ``field`` names it.
+        """
+        return EngineConfig(
+            model=ModelConfig(
+                path=self.model,
+                model_id=self.model_id,
+                device=self.device,
+                dtype=self.dtype,
+                max_model_len_tokens=self.max_model_len_tokens,
+                num_threads=self.num_threads,
+                chat_template=self.chat_template,
+            ),
+            kv_cache=KVCacheConfig(
+                budget_bytes=self.kv_budget_bytes,
+                block_size_tokens=self.block_size_tokens,
+                is_prefix_caching_enabled=self.is_prefix_caching_enabled,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_num_waiting=self.max_num_waiting,
+                max_num_choices=self.max_num_choices,
+            ),
+            default_max_tokens=self.default_max_tokens,
+        )
+
+
+class ServiceConfig(ModelEntry):
+    """The builder's one argument: flat, a default for everything, so that no argument is needed.
+
+    It is a model entry and the service around it (the one place where a config inherits: a
+    builder's arguments on a command line are flat). Several models come as ``models``, which
+    then replaces the flat entry.
+
+    Attributes:
+        models: entries of several models; () serves the flat one.
+        cache_folder: where converted models are kept.
+        ingress_replicas: number of HTTP ingress replicas.
+        ingress_num_cpus: CPUs that Ray reserves for an ingress replica.
+        max_body_bytes: largest request body. A call to a replica travels as one gRPC message,
+            which Ray limits to 4 MiB by default.
+        header_wait_s: seconds to wait for a stream's admission before headers go out without it.
+        keepalive_s: seconds of silence after which a stream gets a comment.
+        shutdown_grace_s: seconds that open requests get to finish when a replica is stopped.
+    """
+
+    models: tuple[ModelEntry, ...] = ()
+    cache_folder: str = "~/.cache/medley"
+    ingress_replicas: AtLeastOne = 1
+    ingress_num_cpus: Share = 0.0
+    max_body_bytes: AtLeastOne = 2 << 20
+    header_wait_s: Seconds = 15.0
+    keepalive_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    shutdown_grace_s: Seconds = 30.0
+
+    @model_validator(mode="after")
+    def _check_models(self) -> Self:
+        flat = self.model_fields_set & set(ModelEntry.model_fields)
+        if self.models and flat:
+            raise ValueError(
+                f"{', '.join(sorted(flat))}: with models, give this in each of its entries"
+            )
+        return self
+
+    @property
+    def entries(self) -> tuple[ModelEntry, ...]:
+        """The served models."""
+        return self.models or (self,)
+
+    @property
+    def model_ids(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(entry.model_id for entry in self.entries)
+
+    def check(self) -> None:
+        """Check what goes across fields, without touching files.
+
+        Raises:
+            ConfigError: ``field`` names what cannot be served.
+        """
+        for entry in self.entries:
+            entry.to_engine_config()
+            if entry.adapters:
+                raise ConfigError("adapters", "adapters come with a later version")
+        model_ids = self.model_ids
+        for model_id in model_ids:
+            if model_ids.count(model_id) > 1:
+                raise ConfigError("model_id", f"'{model_id}' names two models")

@@ -1,0 +1,115 @@
+"""One HTTP request that generates: whole or as an event stream, with all ways it can end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from starlette.types import Receive, Scope, Send
+
+from deployments import sse
+from deployments.answers import AnswerEvents
+from deployments.generation import Generation
+from deployments.http_io import (
+    EventStreamWriter,
+    make_error_response,
+    make_json_response,
+    run_until_disconnect,
+)
+from deployments.service import GenerationService
+from deployments.translate import Job
+
+_IGNORED_FIELDS_HEADER = "x-medley-ignored-fields"
+_MAX_IGNORED_FIELDS = 16
+_MAX_FIELD_NAME_CHARACTERS = 64
+
+
+class GenerationExchange:
+    """The answer to one request, as an ASGI application of its own.
+
+    An error before the headers is an HTTP status; after them it is one event, and the stream ends
+    without ``[DONE]``, which means complete. A client that leaves cancels the generation.
+    """
+
+    def __init__(self, service: GenerationService, job: Job, request_id: str) -> None:
+        """Do nothing yet.
+
+        Args:
+            service: opens the generation.
+            job: what to answer.
+            request_id: appears in errors and in the log.
+        """
+        self._service = service
+        self._job = job
+        self._request_id = request_id
+        self._headers = make_ignored_header(job.ignored_fields)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer; the request's body has been read."""
+        answer = self._answer_stream if self._job.is_stream else self._answer_whole
+
+        async def work() -> None:
+            await answer(scope, receive, send)
+
+        await run_until_disconnect(work, receive)
+
+    async def _answer_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = make_json_response(await self._service.collect(self._job), self._headers)
+        except Exception as error:  # noqa: BLE001 - the last resort: everything becomes an answer
+            response = make_error_response(error, self._request_id, self._job.prompt_param)
+        await response(scope, receive, send)
+
+    async def _answer_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = EventStreamWriter(send, self._service.limits.keepalive_s)
+        try:
+            with self._service.open(self._job) as generation:
+                await self._stream(generation, writer)
+        except Exception as error:  # noqa: BLE001 - the last resort: everything becomes an answer
+            prompt_param = self._job.prompt_param
+            if not writer.is_started:
+                response = make_error_response(error, self._request_id, prompt_param)
+                await response(scope, receive, send)
+                return
+            await writer.write_error(error, self._request_id, prompt_param)
+        finally:
+            writer.abandon()
+        await writer.close()
+
+    async def _stream(self, generation: Generation, writer: EventStreamWriter) -> None:
+        job = self._job
+        admission = asyncio.ensure_future(generation.admit())
+        try:
+            # A refusal in this time is an HTTP status; later it can only be an event.
+            await asyncio.wait({admission}, timeout=self._service.limits.header_wait_s)
+            if admission.done():
+                admission.result()
+            await writer.start(self._headers)
+            reply = self._service.make_reply(job, await admission)
+        finally:
+            admission.cancel()
+            await asyncio.gather(admission, return_exceptions=True)
+        events = AnswerEvents[bytes](
+            sse.EventEncoder(reply), len(job.calls), job.num_choices, has_usage=job.has_stream_usage
+        )
+        if opening := events.open():
+            await writer.write(b"".join(opening))
+        async with contextlib.aclosing(generation.messages()) as messages:
+            async for prompt_index, message in messages:
+                if frames := events.add(prompt_index, message):
+                    await writer.write(b"".join(frames))
+        await writer.write(b"".join([*events.finish(), sse.DONE]))
+
+
+def make_ignored_header(fields: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return the header that names ignored fields: bounded, and only harmless names."""
+    names = [
+        name
+        for name in fields
+        if len(name) <= _MAX_FIELD_NAME_CHARACTERS
+        and name.isascii()
+        and name.replace("-", "_").isidentifier()
+    ]
+    if not names:
+        return []
+    return [(_IGNORED_FIELDS_HEADER, ", ".join(names[:_MAX_IGNORED_FIELDS]))]

@@ -1,0 +1,145 @@
+"""The ingress deployment: HTTP in front of the models, and the same for Python handles.
+
+Loads no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+
+from deployments.http_io import check_body
+from deployments.refusal_log import quiet_refusals
+from deployments.routes import build_http_app
+from deployments.service import GenerationService, ModelHandle, ServiceLimits
+from deployments.translate import Job
+
+_SEED_BITS = 63
+
+Body = dict[str, Any]
+
+
+def _now_s() -> int:
+    return int(datetime.datetime.now(datetime.UTC).timestamp())
+
+
+def _draw_seed() -> int:
+    return secrets.randbits(_SEED_BITS)
+
+
+class Ingress:
+    """What Serve runs behind its HTTP proxy, and what ``serve.get_app_handle`` reaches.
+
+    Handle methods validate as HTTP does and raise the same errors; there is no status to map.
+
+    Owner: the replica's event loop.
+    """
+
+    def __init__(
+        self,
+        limits: ServiceLimits,
+        handles: Mapping[str, ModelHandle],
+        *,
+        draw_seed: Callable[[], int] = _draw_seed,
+        now_s: Callable[[], int] = _now_s,
+    ) -> None:
+        """Start the service.
+
+        Args:
+            limits: of requests.
+            handles: model id -> handle of its deployment.
+            draw_seed: gives seeds in [0, 2**63) to requests without one.
+            now_s: Unix time in seconds.
+        """
+        quiet_refusals()
+        self._service = GenerationService(limits, handles, draw_seed, now_s)
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        """Return the ASGI application; Serve asks for it in the replica."""
+        return build_http_app(self._service)
+
+    async def chat(self, body: Body) -> Body:
+        """Answer a chat request whole.
+
+        Args:
+            body: as for POST /v1/chat/completions; ``stream`` does not count.
+
+        Returns:
+            The ``chat.completion`` object.
+
+        Raises:
+            ModelServiceError, SamplingError: what HTTP would tell as an error.
+        """
+        return await self._service.collect(self._make_job(body, is_chat=True, is_stream=False))
+
+    async def complete(self, body: Body) -> Body:
+        """Answer a completion request whole.
+
+        Args:
+            body: as for POST /v1/completions; ``stream`` does not count.
+
+        Returns:
+            The ``text_completion`` object.
+
+        Raises:
+            ModelServiceError, SamplingError: what HTTP would tell as an error.
+        """
+        return await self._service.collect(self._make_job(body, is_chat=False, is_stream=False))
+
+    async def stream_chat(self, body: Body) -> AsyncIterator[Body]:
+        """Answer a chat request as a stream.
+
+        Args:
+            body: as for POST /v1/chat/completions; ``stream`` does not count.
+
+        Yields:
+            The ``chat.completion.chunk`` objects; the iteration ends when they are complete.
+
+        Raises:
+            ModelServiceError, SamplingError: what HTTP would tell as an error.
+        """
+        job = self._make_job(body, is_chat=True, is_stream=True)
+        async with contextlib.aclosing(self._service.stream(job)) as events:
+            async for event in events:
+                yield event
+
+    async def stream_complete(self, body: Body) -> AsyncIterator[Body]:
+        """Answer a completion request as a stream.
+
+        Args:
+            body: as for POST /v1/completions; ``stream`` does not count.
+
+        Yields:
+            The ``text_completion`` objects; the iteration ends when they are complete.
+
+        Raises:
+            ModelServiceError, SamplingError: what HTTP would tell as an error.
+        """
+        job = self._make_job(body, is_chat=False, is_stream=True)
+        async with contextlib.aclosing(self._service.stream(job)) as events:
+            async for event in events:
+                yield event
+
+    async def begin_shutdown(self, grace_s: float) -> int:
+        """Take no more requests and end the open ones in order.
+
+        Args:
+            grace_s: seconds that they get to finish; then each gets its terminal error.
+
+        Returns:
+            How many did not finish in time.
+        """
+        return await self._service.drain(grace_s)
+
+    def _make_job(self, body: Body, *, is_chat: bool, is_stream: bool) -> Job:
+        check_body(body, self._service.limits.max_body_bytes)
+        if isinstance(body, dict):
+            body = {**body, "stream": is_stream}
+            if not is_stream:
+                body.pop("stream_options", None)
+        return self._service.make_job(body, is_chat=is_chat)

@@ -1,0 +1,102 @@
+"""The deployment that holds one model: a thin front of its AsyncEngine. Decides nothing.
+
+The engine, and with it torch, is imported by the constructor only, so that whoever names the
+deployment (the builder, the ingress) stays light.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deployments.calls import GenerationCall, to_generation_request
+from deployments.encoding import encode_events
+from deployments.records import Message
+from deployments.refusal_log import quiet_refusals
+from models.config import EngineConfig
+
+if TYPE_CHECKING:
+    from models.engine.async_engine import AsyncEngine
+
+# Serve writes this logger to the replica's log file; the launcher shows these lines.
+_logger = logging.getLogger("ray.serve")
+_PROGRESS = "progress: %s"
+
+
+class ModelReplica:
+    """One replica of a model.
+
+    Owner: the replica's event loop.
+
+    Lifetime: the constructor returns with the engine running; Serve calls ``__del__`` when it has
+    waited for the open requests.
+    """
+
+    def __init__(self, config: EngineConfig, cache_folder: str) -> None:
+        """Load the model and start its engine.
+
+        Args:
+            config: all of the engine.
+            cache_folder: where converted models are kept.
+
+        Raises:
+            ConfigError: the model cannot be served as configured.
+        """
+        from models.engine.build import build_engine
+
+        quiet_refusals()
+        folder = Path(cache_folder).expanduser()
+        self._is_stopped = False
+        self._engine: AsyncEngine = build_engine(
+            config, cache_folder=folder, progress=_report_progress
+        )
+        self._engine.start()
+
+    async def generate(self, call: GenerationCall) -> AsyncGenerator[Message, None]:
+        """Yield the messages of one prompt; ``deployments.records`` has their schema.
+
+        Args:
+            call: as an ingress built it.
+
+        Raises:
+            ModelServiceError, SamplingError: whatever refused or ended the generation.
+        """
+        request = to_generation_request(call)
+        async with contextlib.aclosing(self._engine.generate(request)) as batches:
+            async for events in batches:
+                yield encode_events(events, self._engine.text)
+
+    async def ping(self) -> None:
+        """Answer, if the engine is well.
+
+        Raises:
+            EngineDeadError: it is not.
+        """
+        self._engine.check_health()
+
+    async def stats(self) -> dict[str, Any]:
+        """Return the state and the totals of the engine."""
+        return dataclasses.asdict(self._engine.stats())
+
+    def check_health(self) -> None:
+        """Tell Serve whether this replica must be replaced.
+
+        Raises:
+            EngineDeadError: it must.
+        """
+        self._engine.check_health()
+
+    def __del__(self) -> Coroutine[Any, Any, None] | None:
+        """Stop the engine. Serve awaits the result; Python, which cannot, finds it done."""
+        if getattr(self, "_is_stopped", True):
+            return None
+        self._is_stopped = True
+        return self._engine.shutdown(drain_timeout_s=0.0)
+
+
+def _report_progress(line: str) -> None:
+    _logger.info(_PROGRESS, line)

@@ -1,0 +1,209 @@
+"""The service behind every route and handle method: from a body to an answer. No transport."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from deployments.answers import AnswerCollector, AnswerEvents
+from deployments.generation import GenerateHandle, Generation
+from deployments.open_requests import OpenRequests
+from deployments.records import AdmissionRecord
+from deployments.responses import Event, Reply, ReplyHead, make_fingerprint, make_reply
+from deployments.translate import Job, make_chat_job, make_completion_job
+from deployments.wire import parse_chat_request, parse_completion_request
+from models.errors import ModelNotFoundError
+
+_HEALTH_TIMEOUT_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceLimits:
+    """The ingress's part of the configuration.
+
+    Attributes:
+        probed_model_ids: models whose replicas a health check asks. One that may scale to none is
+            not among them, since asking would keep it up.
+        max_body_bytes: largest request body.
+        header_wait_s: seconds to wait for a stream's admission before headers go out.
+        keepalive_s: seconds of silence after which a stream gets a comment.
+    """
+
+    probed_model_ids: tuple[str, ...]
+    max_body_bytes: int
+    header_wait_s: float
+    keepalive_s: float
+
+
+class ModelHandle(Protocol):
+    """What is used of a Serve handle."""
+
+    def options(self, **options: Any) -> Any:
+        """Return the handle with other options."""
+        ...
+
+
+class GenerationService:
+    """Validates requests, opens their generations, builds their answers.
+
+    Owner: the ingress replica's event loop.
+    """
+
+    def __init__(
+        self,
+        limits: ServiceLimits,
+        handles: Mapping[str, ModelHandle],
+        draw_seed: Callable[[], int],
+        now_s: Callable[[], int],
+    ) -> None:
+        """Prepare the handles.
+
+        Args:
+            limits: of requests.
+            handles: model id -> handle of its deployment.
+            draw_seed: gives seeds in [0, 2**63) to requests without one.
+            now_s: Unix time in seconds.
+        """
+        self.limits = limits
+        # Options make a new handle each time, so each is made once. By value over gRPC, a message
+        # costs less than half of one that goes through Ray's object store.
+        self._generate: dict[str, GenerateHandle] = {
+            model_id: handle.options(
+                method_name="generate",
+                stream=True,
+                _by_reference=False,
+                response_serialization="pickle",
+            )
+            for model_id, handle in handles.items()
+        }
+        self._ping = {
+            model_id: handles[model_id].options(method_name="ping")
+            for model_id in limits.probed_model_ids
+        }
+        self._draw_seed = draw_seed
+        self._now_s = now_s
+        self._started_at_s = now_s()
+        self._open_requests = OpenRequests()
+
+    def make_job(self, body: object, *, is_chat: bool) -> Job:
+        """Validate a request.
+
+        Args:
+            body: its JSON as Python objects.
+            is_chat: a chat request, else a completion request.
+
+        Raises:
+            InvalidRequestError, InvalidSamplingParamsError: naming the field.
+            ModelNotFoundError, AdapterNotFoundError: what it names is not served.
+        """
+        key = uuid.uuid4().hex
+        if is_chat:
+            job = make_chat_job(parse_chat_request(body), key, self._draw_seed)
+        else:
+            job = make_completion_job(parse_completion_request(body), key, self._draw_seed)
+        if job.model_id not in self._generate:
+            raise ModelNotFoundError(job.model_id)
+        return job
+
+    def open(self, job: Job) -> AbstractContextManager[Generation]:
+        """Call the model's replicas; the calls are cancelled when the context is left.
+
+        Raises:
+            DrainingError: this replica stops.
+        """
+        return self._open_requests.open(self._generate[job.model_id], job.calls)
+
+    def make_reply(self, job: Job, admission: AdmissionRecord) -> Reply:
+        """Return the builder of the answer of an admitted job."""
+        head = ReplyHead(
+            id=job.response_id,
+            created=self._now_s(),
+            model=job.model_id,
+            system_fingerprint=make_fingerprint(admission["numerics"]),
+        )
+        return make_reply(
+            head,
+            is_chat=job.is_chat,
+            has_logprobs=job.has_logprobs,
+            has_usage=job.has_stream_usage,
+        )
+
+    async def collect(self, job: Job) -> Event:
+        """Return the whole answer.
+
+        Raises:
+            ModelServiceError, SamplingError: whatever ended the generation.
+        """
+        with self.open(job) as generation:
+            reply = self.make_reply(job, await generation.admit())
+            collector = AnswerCollector(reply, len(job.calls), job.num_choices)
+            async with contextlib.aclosing(generation.messages()) as messages:
+                async for prompt_index, message in messages:
+                    collector.add(prompt_index, message)
+            return collector.finish()
+
+    async def stream(self, job: Job) -> AsyncGenerator[Event, None]:
+        """Yield the events of the answer.
+
+        Raises:
+            ModelServiceError, SamplingError: whatever ended the generation.
+        """
+        with self.open(job) as generation:
+            reply = self.make_reply(job, await generation.admit())
+            events = AnswerEvents[Event](
+                reply, len(job.calls), job.num_choices, has_usage=job.has_stream_usage
+            )
+            for event in events.open():
+                yield event
+            async with contextlib.aclosing(generation.messages()) as messages:
+                async for prompt_index, message in messages:
+                    for event in events.add(prompt_index, message):
+                        yield event
+            for event in events.finish():
+                yield event
+
+    def list_models(self) -> Event:
+        """Return the list of served models."""
+        return {"object": "list", "data": [self.get_model(name) for name in self._generate]}
+
+    def get_model(self, model_id: str) -> Event:
+        """Return one model.
+
+        Raises:
+            ModelNotFoundError: it is not served.
+        """
+        if model_id not in self._generate:
+            raise ModelNotFoundError(model_id[:256])
+        return {
+            "id": model_id,
+            "object": "model",
+            "created": self._started_at_s,
+            "owned_by": "medley",
+            "root": model_id,
+            "parent": None,
+        }
+
+    async def find_unreachable(self) -> tuple[str, ...]:
+        """Return the models of which no replica answers in time."""
+        answers = await asyncio.gather(
+            *(asyncio.wait_for(_ask(handle), _HEALTH_TIMEOUT_S) for handle in self._ping.values()),
+            return_exceptions=True,
+        )
+        return tuple(
+            model_id
+            for model_id, answer in zip(self._ping, answers, strict=True)
+            if isinstance(answer, Exception)
+        )
+
+    async def drain(self, grace_s: float) -> int:
+        """Refuse new requests and end the open ones in order; return how many were cut."""
+        return await self._open_requests.drain(grace_s)
+
+
+async def _ask(handle: Any) -> None:
+    await handle.remote()

@@ -1,0 +1,156 @@
+"""From a validated request to the calls that its prompts make. Pure; sends nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from deployments.calls import GenerationCall, PromptRecord
+from deployments.wire import ChatRequest, CompletionRequest, GenerationFields
+from deployments.wire_values import PromptItem
+from sampling.params import SamplingParams
+
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What one request wants done, and how its answer is told.
+
+    Attributes:
+        response_id: id of the answer.
+        model_id: which model.
+        is_chat: answer as a chat completion, else as a text completion.
+        calls: one per prompt.
+        num_choices: choices of each prompt; choice c of prompt p has index p * num_choices + c.
+        is_stream: answer as a stream of events.
+        has_stream_usage: end the stream with a usage event.
+        has_logprobs: report log probabilities.
+        prompt_param: what the operation calls its prompt.
+        ignored_fields: fields of the request that have no effect.
+    """
+
+    response_id: str
+    model_id: str
+    is_chat: bool
+    calls: tuple[GenerationCall, ...]
+    num_choices: int
+    is_stream: bool
+    has_stream_usage: bool
+    has_logprobs: bool
+    prompt_param: str
+    ignored_fields: tuple[str, ...]
+
+
+def make_chat_job(request: ChatRequest, key: str, draw_seed: Callable[[], int]) -> Job:
+    """Return the job of a chat request.
+
+    Args:
+        request: validated.
+        key: makes ids that are unique in this service.
+        draw_seed: gives a seed in [0, 2**63) when the request has none.
+
+    Raises:
+        InvalidSamplingParamsError: a sampling parameter is out of range.
+    """
+    messages = [
+        message.model_dump(exclude_none=True, include=_MESSAGE_FIELDS)
+        for message in request.messages
+    ]
+    return _make_job(
+        request, f"chatcmpl-{key}", draw_seed, [{"kind": "chat", "messages": messages}]
+    )
+
+
+def make_completion_job(request: CompletionRequest, key: str, draw_seed: Callable[[], int]) -> Job:
+    """Return the job of a completion request.
+
+    Args:
+        request: validated.
+        key: makes ids that are unique in this service.
+        draw_seed: gives a seed in [0, 2**63) for each prompt when the request has none.
+
+    Raises:
+        InvalidSamplingParamsError: a sampling parameter is out of range.
+    """
+    prompts = [_to_prompt_record(item) for item in request.prompt]
+    return _make_job(request, f"cmpl-{key}", draw_seed, prompts)
+
+
+_MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "reasoning_content"}
+
+
+def _make_job(
+    request: GenerationFields,
+    response_id: str,
+    draw_seed: Callable[[], int],
+    prompts: list[PromptRecord],
+) -> Job:
+    max_tokens = (
+        request.max_tokens
+        if request.max_completion_tokens is None
+        else request.max_completion_tokens
+    )
+    sampling = _sampling(request, max_tokens)
+    calls = tuple(
+        GenerationCall(
+            request_id=f"{response_id}-{index}",
+            prompt=prompt,
+            sampling=sampling,
+            is_max_tokens_explicit=max_tokens is not None,
+            seed=draw_seed() if request.seed is None else request.seed,
+            num_choices=request.n,
+            stop=list(request.stop),
+            is_stop_included=request.include_stop_str_in_output,
+            is_special_token_skipped=request.skip_special_tokens,
+            cache_salt=request.cache_salt,
+        )
+        for index, prompt in enumerate(prompts)
+    )
+    return Job(
+        response_id=response_id,
+        model_id=request.model,
+        is_chat=isinstance(request, ChatRequest),
+        calls=calls,
+        num_choices=request.n,
+        is_stream=request.stream,
+        has_stream_usage=request.has_stream_usage,
+        has_logprobs=request.num_top_logprobs is not None,
+        prompt_param=request.prompt_param,
+        ignored_fields=request.ignored_fields,
+    )
+
+
+def _sampling(request: GenerationFields, max_tokens: int | None) -> dict[str, Any]:
+    """Return the sampling fields that the request sets, checked for their ranges."""
+    values: dict[str, Any] = {
+        name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None
+    }
+    if request.num_top_logprobs is not None:
+        values["num_top_logprobs"] = request.num_top_logprobs
+    if max_tokens is not None:
+        values["max_tokens"] = max_tokens
+    elif request.min_tokens is not None:
+        # The limit that will be in force is the engine's to know; it checks min_tokens again.
+        values["max_tokens"] = max(SamplingParams().max_tokens, request.min_tokens)
+    SamplingParams(**values)
+    return values
+
+
+def _to_prompt_record(item: PromptItem) -> PromptRecord:
+    if isinstance(item, str):
+        return {"kind": "text", "text": item}
+    return {"kind": "tokens", "token_ids": list(item)}

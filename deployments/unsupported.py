@@ -1,0 +1,143 @@
+"""Fields that other servers know and this one does not, with the values that ask for nothing.
+
+A value that would change the answer is refused by name, never dropped. A field that stands in no
+schema and not here is ignored, and reported as ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from models.errors import AdapterNotFoundError, InvalidRequestError
+
+_OFF: tuple[object, ...] = (False,)
+_EMPTY: tuple[object, ...] = ("", [], {})
+_ZERO: tuple[object, ...] = (0, 0.0)
+_ONE: tuple[object, ...] = (1, 1.0)
+_NEVER: tuple[object, ...] = ()
+
+# Field -> its values that change nothing. Null counts as absent everywhere.
+_NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    # tools
+    "tools": _EMPTY,
+    "functions": _EMPTY,
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    # constrained output
+    "response_format": ({"type": "text"},),
+    "structured_outputs": _EMPTY,
+    "guided_json": _NEVER,
+    "guided_regex": _NEVER,
+    "guided_choice": _NEVER,
+    "guided_grammar": _NEVER,
+    "json_schema": _NEVER,
+    "regex": _NEVER,
+    "ebnf": _NEVER,
+    "grammar": _EMPTY,
+    "guideline": _NEVER,
+    # adapters beyond a single id
+    "merged_adapters": _NEVER,
+    "adapter_source": _NEVER,
+    "lora": _EMPTY,
+    # the prompt's log probabilities
+    "echo": _OFF,
+    "loglikelihood": _OFF,
+    "prompt_logprobs": _NEVER,
+    "logprob_token_ids": _EMPTY,
+    # prompt and template
+    "suffix": _EMPTY,
+    "input_ids": _NEVER,
+    "chat_template": _EMPTY,
+    "chat_template_kwargs": _EMPTY,
+    "documents": _EMPTY,
+    "tool_prompt": _EMPTY,
+    "add_generation_prompt": (True,),
+    "continue_final_message": _OFF,
+    "add_special_tokens": (True,),
+    "truncate_prompt_tokens": _NEVER,
+    "truncate": _NEVER,
+    # sampling
+    "use_beam_search": _OFF,
+    "typical_p": _ONE,
+    "bad_words": _EMPTY,
+    "allowed_token_ids": _EMPTY,
+    "stop_regex": _EMPTY,
+    "repetition_detection": _NEVER,
+    "repeat_penalty": _ONE,
+    "mirostat": _ZERO,
+    "dry_multiplier": _ZERO,
+    "xtc_probability": _ZERO,
+    "samplers": _NEVER,
+    "watermark": _OFF,
+    "do_sample": (True,),
+    # length under other names
+    "n_predict": _NEVER,
+    "max_new_tokens": _NEVER,
+    # reasoning
+    "reasoning_effort": ("none",),
+    "thinking_token_budget": _NEVER,
+    # form of the answer
+    "n_probs": _ZERO,
+    "return_token_ids": _OFF,
+    "return_tokens_as_token_ids": _OFF,
+    "return_full_text": _OFF,
+    "spaces_between_special_tokens": (True,),
+    "modalities": (["text"],),
+    "audio": _NEVER,
+    "web_search_options": _NEVER,
+    "priority": _ZERO,
+}
+
+_ADAPTER_SELECTORS = ("peft", "adapter_id", "lora_path")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Exact:
+    """A value that equals only values of its own type, so that False is not 0."""
+
+    kind: type
+    value: object
+
+
+def refuse_unsupported(body: Mapping[str, Any]) -> None:
+    """Check the fields that no schema of ours has.
+
+    Args:
+        body: the request's fields, without those that are null.
+
+    Raises:
+        InvalidRequestError: naming a field that would change the answer.
+        AdapterNotFoundError: an adapter is named; none is served.
+    """
+    for field in _ADAPTER_SELECTORS:
+        value = body.get(field, "")
+        if not isinstance(value, str):
+            raise InvalidRequestError(field, "must be a string or null")
+        if value:
+            raise AdapterNotFoundError(value[:256])
+    for field in _NEUTRAL_VALUES.keys() & body.keys():
+        if not _is_neutral(field, body[field]):
+            raise InvalidRequestError(field, "this value is not supported by this server")
+    best_of = body.get("best_of")
+    if best_of is not None and _exact(best_of) != _exact(body.get("n", 1)):
+        raise InvalidRequestError("best_of", "is not supported other than equal to n")
+
+
+def find_ignored(names: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of fields that have no effect here, sorted.
+
+    Args:
+        names: fields of a request that its schema does not have.
+    """
+    accepted = {*_NEUTRAL_VALUES, *_ADAPTER_SELECTORS, "best_of"}
+    return tuple(sorted(names.keys() - accepted))
+
+
+def _is_neutral(field: str, value: object) -> bool:
+    return _exact(value) in [_exact(neutral) for neutral in _NEUTRAL_VALUES[field]]
+
+
+def _exact(value: object) -> _Exact:
+    return _Exact(type(value), value)

@@ -1,0 +1,231 @@
+"""Attention as matrix product, float32 softmax, matrix product: the exact, row-independent backend.
+
+What a row gets depends on its own keys only, bit for bit in bfloat16 on the CPU: not on the rows
+beside it, on the padded length, or on how its prompt was cut (SDPA keeps none of this). The
+reasons, each held by a test of the primitives: keys are padded at the end, to multiples of
+KEY_MULTIPLE_TOKENS; softmax rows are reduced on their own; the product with the values is summed
+over fixed spans of VALUE_SPAN_TOKENS positions, so that the blocking a matrix library chooses for a
+long reduction (seen from 704 keys on) cannot depend on the padded length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.attention.backend import check_keywords, layer_index
+from models.attention.layout import DecodeGroup, PrefillSegment, StepLayout
+from models.kv_cache.store import KVCachePool
+
+VALUE_SPAN_TOKENS = 256
+
+
+class MatmulAttention:
+    """See the module's text. Works on any device. Owner: the step thread."""
+
+    def __init__(self, pool: KVCachePool) -> None:
+        self._pool = pool
+        self._layout: StepLayout | None = None
+        # Per step; layers share them when they have the same heads and window.
+        self._indices: dict[tuple[int, int], Tensor] = {}
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def begin_step(self, layout: StepLayout) -> None:
+        """Take the layout of the step whose forward pass follows."""
+        self._layout = layout
+        self._indices.clear()
+        self._masks.clear()
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,  # noqa: ARG002 - None by construction, see attach
+        **keywords: Any,
+    ) -> tuple[Tensor, None]:
+        """Store ``key`` and ``value``, attend, and return ``([1, T, H, Dv], None)``."""
+        check_keywords(keywords)
+        layout = self._layout
+        assert layout is not None
+        layer = layer_index(module)
+        num_tokens = layout.num_tokens
+        if layout.fresh_block_ids is not None:
+            self._pool.clear_values_(layer, layout.fresh_block_ids)
+        self._pool.write_(layer, key[0, :, :num_tokens], value[0, :, :num_tokens], layout.slots)
+        num_heads, num_rows = query.shape[1], query.shape[2]
+        output = query.new_empty(1, num_rows, num_heads, value.shape[-1])
+        if num_rows > num_tokens:
+            output[:, num_tokens:] = 0
+        options = _Options.of(keywords, query.shape[-1])
+        grouped = query[0].view(key.shape[1], -1, num_rows, query.shape[-1])  # [Hkv, G, T, Dk]
+        for number, group in enumerate(layout.decodes):
+            self._decode(layer, number, group, grouped, options, output[0])
+        for number, segment in enumerate(layout.prefills, start=len(layout.decodes)):
+            self._prefill(layer, number, segment, grouped, options, output[0])
+        return output, None
+
+    def _decode(
+        self,
+        layer: int,
+        number: int,
+        group: DecodeGroup,
+        query: Tensor,
+        options: _Options,
+        output: Tensor,
+    ) -> None:
+        num_kv_heads, num_groups, _, width = query.shape
+        rows = slice(group.row_start, group.row_start + group.num_rows)
+        keys, values = self._gather(layer, number, group.block_ids, num_kv_heads)
+        batch = num_kv_heads * group.num_rows
+        keys, values = keys.view(batch, -1, width), values.view(batch, -1, values.shape[-1])
+        queries = query[:, :, rows].transpose(1, 2).reshape(batch, num_groups, width)
+        scores = torch.bmm(queries, keys.transpose(1, 2))
+        mask = self._decode_mask(number, group, options.sliding_window, keys.shape[1])
+        scores = scores.view(num_kv_heads, group.num_rows, num_groups, -1)
+        weights = _softmax(scores, mask, options).flatten(0, 1)
+        mixed = _mix(weights, values).view(num_kv_heads, group.num_rows, num_groups, -1)
+        output[rows] = mixed.transpose(0, 1).flatten(1, 2)
+
+    def _prefill(
+        self,
+        layer: int,
+        number: int,
+        segment: PrefillSegment,
+        query: Tensor,
+        options: _Options,
+        output: Tensor,
+    ) -> None:
+        num_kv_heads, num_groups, _, width = query.shape
+        rows = slice(segment.row_start, segment.row_start + segment.num_rows)
+        keys, values = self._gather(layer, number, segment.block_ids, num_kv_heads)
+        keys = keys.view(num_kv_heads, -1, width)
+        values = values.view(num_kv_heads, -1, values.shape[-1])
+        queries = query[:, :, rows].flatten(1, 2)  # [Hkv, G * q, Dk]
+        scores = torch.bmm(queries, keys.transpose(1, 2))
+        mask = self._prefill_mask(number, segment, options.sliding_window, keys.shape[1])
+        scores = scores.view(num_kv_heads, num_groups, segment.num_rows, -1)
+        weights = _softmax(scores, mask, options).flatten(1, 2)
+        mixed = _mix(weights, values).view(num_kv_heads, num_groups, segment.num_rows, -1)
+        output[rows] = mixed.permute(2, 0, 1, 3).flatten(1, 2)
+
+    def _gather(
+        self, layer: int, number: int, block_ids: Tensor, num_kv_heads: int
+    ) -> tuple[Tensor, Tensor]:
+        index = self._indices.get((number, num_kv_heads))
+        if index is None:
+            index = self._pool.gather_index(block_ids, num_kv_heads)
+            self._indices[number, num_kv_heads] = index
+        return self._pool.gather(layer, index)
+
+    def _decode_mask(
+        self, number: int, group: DecodeGroup, window: int | None, num_keys: int
+    ) -> Tensor:
+        """Return what is hidden, [1, B, 1, L] bool."""
+        mask = self._masks.get((number, window))
+        if mask is None:
+            positions = torch.arange(num_keys, device=group.lengths.device)
+            lengths = group.lengths[:, None]
+            mask = positions >= lengths
+            if window is not None:
+                mask |= positions < lengths - window
+            mask = mask[None, :, None, :]
+            self._masks[number, window] = mask
+        return mask
+
+    def _prefill_mask(
+        self, number: int, segment: PrefillSegment, window: int | None, num_keys: int
+    ) -> Tensor:
+        """Return what is hidden, [q, L] bool."""
+        mask = self._masks.get((number, window))
+        if mask is None:
+            device = segment.block_ids.device
+            positions = torch.arange(num_keys, device=device)
+            own = torch.arange(segment.start, segment.end, device=device)[:, None]
+            mask = positions > own
+            if window is not None:
+                mask |= positions <= own - window
+            self._masks[number, window] = mask
+        return mask
+
+
+class _Options:
+    """Keywords of one layer's attention, read once."""
+
+    __slots__ = ("scaling", "sinks", "sliding_window", "softcap")
+
+    def __init__(
+        self,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> None:
+        self.scaling = scaling
+        self.sliding_window = sliding_window
+        self.softcap = softcap
+        self.sinks = sinks
+
+    @classmethod
+    def of(cls, keywords: dict[str, Any], width: int) -> _Options:
+        scaling = keywords.get("scaling")
+        return cls(
+            width**-0.5 if scaling is None else float(scaling),
+            keywords.get("sliding_window"),
+            keywords.get("softcap"),
+            keywords.get("s_aux"),
+        )
+
+
+def _softmax(scores: Tensor, mask: Tensor, options: _Options) -> Tensor:
+    """Return attention weights in the dtype of ``scores``; computed in float32.
+
+    Args:
+        scores: [Hkv, B, G, L] or [Hkv, G, q, L], any float dtype.
+        mask: bool, broadcastable; True hides a key.
+        options: scale, soft cap, attention sinks.
+    """
+    logits = scores.float().mul_(options.scaling)
+    if options.softcap is not None:
+        logits = torch.tanh_(logits.div_(options.softcap)).mul_(options.softcap)
+    logits.masked_fill_(mask, float("-inf"))
+    if options.sinks is None:
+        return torch.softmax(logits, dim=-1).to(scores.dtype)
+    return _softmax_with_sinks(logits, options.sinks, mask.dim() == 4).to(scores.dtype)
+
+
+def _softmax_with_sinks(logits: Tensor, sinks: Tensor, is_decode: bool) -> Tensor:
+    """Softmax with one extra logit per head that takes mass and gives no value (gpt-oss).
+
+    Args:
+        logits: [Hkv, B, G, L] in a decode, [Hkv, G, q, L] in a prefill, float32.
+        sinks: [H], H = Hkv * G.
+        is_decode: which of the two shapes.
+    """
+    per_head = sinks.float().view(logits.shape[0], -1)  # [Hkv, G]
+    sink = per_head[:, None, :, None] if is_decode else per_head[:, :, None, None]
+    peak = torch.maximum(logits.amax(dim=-1, keepdim=True), sink)
+    weights = torch.exp(logits - peak)
+    return weights / (weights.sum(dim=-1, keepdim=True) + torch.exp(sink - peak))
+
+
+def _mix(weights: Tensor, values: Tensor) -> Tensor:
+    """Return ``weights @ values``, summed in float32 over fixed spans of positions.
+
+    Args:
+        weights: [B, M, L].
+        values: [B, L, Dv], same dtype.
+    """
+    length = weights.shape[-1]
+    if length <= VALUE_SPAN_TOKENS:
+        return torch.bmm(weights, values)
+    total: Tensor | None = None
+    for start in range(0, length, VALUE_SPAN_TOKENS):
+        span = slice(start, min(start + VALUE_SPAN_TOKENS, length))
+        part = torch.bmm(weights[:, :, span], values[:, span]).float()
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total.to(weights.dtype)

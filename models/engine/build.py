@@ -1,0 +1,158 @@
+"""Wires an engine from its configuration: the only place where its parts meet."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from models.attention.backend import attach
+from models.attention.matmul import MatmulAttention
+from models.config import EngineConfig, ModelConfig
+from models.engine.async_engine import AsyncEngine
+from models.engine.engine import Engine
+from models.engine.intake import EngineLimits, TextFront
+from models.kv_cache.ledger import BlockManager
+from models.kv_cache.store import KVCachePlan, KVCachePool, plan_kv_cache
+from models.loading.bundled import convert_gguf, ensure_bundled_model
+from models.loading.loader import LoadedModel, load_model
+from models.runner.model_runner import ModelRunner
+from models.runner.packed_forward import PackedForward
+from models.runner.row_stability import RowPolicy, make_row_independent
+from models.runner.self_check import check_model
+from models.scheduling.scheduler import Scheduler
+from models.text.tokenizer import Text
+from sampling.sampler import Sampler
+
+Progress = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineParts:
+    """An engine and what it is made of.
+
+    Attributes:
+        engine: the synchronous core.
+        runner: executes its plans.
+        blocks: its ledger.
+        kv_plan: size of the KV pool.
+        row_policy: how products are kept row-independent.
+        self_check_error: relative error of logits that the self-check found.
+    """
+
+    engine: Engine
+    runner: ModelRunner
+    blocks: BlockManager
+    kv_plan: KVCachePlan
+    row_policy: RowPolicy
+    self_check_error: float
+
+
+def build_engine(config: EngineConfig, *, cache_folder: Path, progress: Progress) -> AsyncEngine:
+    """Load a model and wire an engine around it; its step thread is not started.
+
+    Takes seconds to minutes. Sets the number of compute threads of this process.
+
+    Args:
+        config: all of the engine.
+        cache_folder: where converted models are kept.
+        progress: told what goes on, one line each.
+
+    Raises:
+        ConfigError: the model cannot be served as configured, with the reason.
+    """
+    torch.set_num_threads(plan_num_threads(config.model))
+    path = resolve_model_path(config.model, cache_folder, progress)
+    loaded = load_model(config.model, path, progress)
+    text = Text.load(
+        path,
+        chat_template=config.model.chat_template,
+        vocabulary_size=loaded.vocabulary_size,
+    )
+    progress("checking packed execution against the model's own forward pass")
+    parts = assemble(loaded, text, config)
+    progress(
+        f"KV cache: {parts.kv_plan.num_blocks} blocks of {parts.kv_plan.block_size_tokens} tokens, "
+        f"{parts.kv_plan.num_tokens} tokens in all, {parts.kv_plan.total_bytes / 2**20:.0f} MiB"
+    )
+    return AsyncEngine(parts.engine, text)
+
+
+def assemble(
+    loaded: LoadedModel,
+    text: TextFront,
+    config: EngineConfig,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> EngineParts:
+    """Plug an engine into a loaded model.
+
+    Raises:
+        ConfigError: the KV budget is too small, or the self-check fails.
+    """
+    policy = make_row_independent(loaded.model, max_rows=config.scheduler.max_num_batched_tokens)
+    plan = plan_kv_cache(config.kv_cache, loaded.layers, loaded.dtype)
+    pool = KVCachePool(plan, loaded.layers, loaded.dtype, loaded.model.device)
+    backend = MatmulAttention(pool)
+    attach(loaded.model, backend)
+    forward = PackedForward(loaded.model, pool, backend, policy)
+    error = check_model(loaded.model, forward, pool, name=config.model.model_id)
+    runner = ModelRunner(forward, Sampler(loaded.vocabulary_size, text.eos_token_ids))
+    blocks = BlockManager(
+        plan.num_blocks,
+        plan.block_size_tokens,
+        is_prefix_caching_enabled=config.kv_cache.is_prefix_caching_enabled,
+    )
+    engine = Engine(
+        Scheduler(config.scheduler, blocks),
+        blocks,
+        runner,
+        text,
+        EngineLimits(
+            model_id=config.model.model_id,
+            numerics=describe_numerics(loaded, policy),
+            vocabulary_size=loaded.vocabulary_size,
+            max_model_len_tokens=loaded.max_model_len_tokens,
+            default_max_tokens=config.default_max_tokens,
+            max_num_choices=config.scheduler.max_num_choices,
+        ),
+        clock,
+    )
+    return EngineParts(engine, runner, blocks, plan, policy, error)
+
+
+def resolve_model_path(config: ModelConfig, cache_folder: Path, progress: Progress) -> str:
+    """Return a folder or hub id that transformers reads, converting first where needed.
+
+    Raises:
+        ConfigError: the bundled model's package is missing, or a GGUF file cannot be read.
+    """
+    if not config.path:
+        return str(ensure_bundled_model(cache_folder, progress))
+    path = Path(config.path).expanduser()
+    if path.suffix == ".gguf":
+        return str(convert_gguf(path, cache_folder, progress))
+    return str(path) if path.exists() else config.path
+
+
+def plan_num_threads(config: ModelConfig) -> int:
+    """Return the number of compute threads: the configured one, or the cores we may use."""
+    return config.num_threads or len(os.sched_getaffinity(0))
+
+
+def describe_numerics(loaded: LoadedModel, policy: RowPolicy) -> str:
+    """Name the arithmetic: replicas with equal names give equal results bit for bit."""
+    device = loaded.model.device
+    if device.type == "cpu":
+        hardware = (
+            f"cpu-{torch.backends.cpu.get_cpu_capability()}"
+            f"-tile{policy.smallest_tile_rows}-threads{torch.get_num_threads()}"
+        )
+    else:
+        hardware = torch.cuda.get_device_name(device).replace(" ", "-")
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    return f"torch-{torch.__version__.split('+')[0]}/{hardware}/{dtype}"

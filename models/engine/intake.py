@@ -1,0 +1,230 @@
+"""Intake: checks a request against the limits of one engine and prepares its choices.
+
+Holds no queue and no state, so it runs on any thread, off the step thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from models.engine.choice import ChoiceOutput, Detokenizer
+from models.errors import (
+    ContextLengthExceededError,
+    InvalidRequestError,
+    PromptTooLongError,
+)
+from models.requests import GenerationRequest, PrefixNamespace, Prompt, TokenDelta
+from sampling.params import SamplingParams, derive_seed
+
+
+class TextFront(Protocol):
+    """What an engine needs of ``models.text.tokenizer.Text``."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence."""
+        ...
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the token ids of a prompt."""
+        ...
+
+    def detokenizer(
+        self, *, is_special_token_skipped: bool = True, context_token_ids: Sequence[int] = ()
+    ) -> Detokenizer:
+        """Return a detokenizer for text that follows the context."""
+        ...
+
+    def token_text(self, token_id: int) -> tuple[str, bytes]:
+        """Return one token's own text and its bytes."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What one engine serves: computed when it is built, never written to.
+
+    Attributes:
+        model_id: the base model; roots the prefix chains.
+        numerics: names the arithmetic; goes into every admission.
+        vocabulary_size: token ids of requests lie in [0, vocabulary_size).
+        max_model_len_tokens: the model's window: most tokens of prompt and output together.
+        default_max_tokens: new tokens when a request names no limit.
+        max_num_choices: most choices of one request.
+    """
+
+    model_id: str
+    numerics: str
+    vocabulary_size: int
+    max_model_len_tokens: int
+    default_max_tokens: int
+    max_num_choices: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreparedChoice:
+    """One choice, ready to become a sequence.
+
+    Attributes:
+        seed: the choice's own seed.
+        output: its stopping and text; has replayed ``emitted_token_ids``.
+        emitted_token_ids: tokens that were sent before by another engine.
+        end: set if the last of these ended the choice, so that nothing is left to run.
+    """
+
+    seed: int
+    output: ChoiceOutput
+    emitted_token_ids: tuple[int, ...]
+    end: TokenDelta | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request that fits this engine.
+
+    Attributes:
+        request: what was asked.
+        prompt_token_ids: the prompt.
+        params: sampling parameters with the ``max_tokens`` that is in force.
+        namespace: root of the prompt's prefix chain.
+        choices: one per choice.
+        arrival_s: the engine clock's time of arrival; ``timeout_s`` counts from it.
+    """
+
+    request: GenerationRequest
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    namespace: PrefixNamespace
+    choices: tuple[PreparedChoice, ...]
+    arrival_s: float
+
+    @property
+    def deadline_s(self) -> float:
+        """When the request's time is over, by the engine's clock; infinity without a limit."""
+        timeout_s = self.request.timeout_s
+        return math.inf if timeout_s is None else self.arrival_s + timeout_s
+
+
+class Intake:
+    """Checks and prepares requests. Immutable; safe on any thread."""
+
+    def __init__(self, limits: EngineLimits, text: TextFront, max_sequence_len_tokens: int) -> None:
+        """Keep what requests are checked against.
+
+        Args:
+            limits: of the engine.
+            text: makes detokenizers and knows the EOS tokens.
+            max_sequence_len_tokens: the model's window or the whole KV pool, whichever is
+                smaller.
+        """
+        self._limits = limits
+        self._text = text
+        self._max_sequence_len_tokens = max_sequence_len_tokens
+
+    def check_fields(self, request: GenerationRequest) -> None:
+        """Check what needs no prompt and costs nothing: before anything is spent on a request.
+
+        Raises:
+            InvalidRequestError: the time limit or the number of choices is out of range.
+        """
+        # "not more than 0" also refuses NaN, which would never expire.
+        if request.timeout_s is not None and not request.timeout_s > 0:
+            raise InvalidRequestError("timeout_s", f"{request.timeout_s:g} is not above 0")
+        if not 1 <= request.num_choices <= self._limits.max_num_choices:
+            raise InvalidRequestError(
+                "n", f"{request.num_choices} is not in [1, {self._limits.max_num_choices}]"
+            )
+
+    def prepare(
+        self, request: GenerationRequest, prompt_token_ids: tuple[int, ...], arrival_s: float
+    ) -> PreparedRequest:
+        """Check a request and build what its choices need.
+
+        Args:
+            request: what was asked.
+            prompt_token_ids: its prompt as tokens.
+            arrival_s: time of arrival by the engine's clock.
+
+        Raises:
+            InvalidRequestError: the number of choices, a token id, ``max_tokens`` or the emitted
+                tokens cannot be served; ``param`` names the field.
+            InvalidSamplingParamsError: a token id is outside of the vocabulary, or
+                ``min_tokens`` does not fit.
+            PromptTooLongError: the prompt leaves no room for a token.
+            ContextLengthExceededError: an explicit ``max_tokens`` does not fit behind the prompt.
+        """
+        self.check_fields(request)
+        self._check_token_ids("prompt", prompt_token_ids)
+        request.sampling.check_vocabulary(self._limits.vocabulary_size)
+        params = dataclasses.replace(
+            request.sampling, max_tokens=self._max_tokens(request, len(prompt_token_ids))
+        )
+        self._check_emitted(request, params.max_tokens)
+        return PreparedRequest(
+            request,
+            prompt_token_ids,
+            params,
+            PrefixNamespace(self._limits.model_id, request.adapter, request.cache_salt),
+            tuple(
+                self._prepare_choice(choice, request, params, prompt_token_ids)
+                for choice in range(request.num_choices)
+            ),
+            arrival_s,
+        )
+
+    def _prepare_choice(
+        self,
+        choice: int,
+        request: GenerationRequest,
+        params: SamplingParams,
+        prompt_token_ids: tuple[int, ...],
+    ) -> PreparedChoice:
+        detokenizer = self._text.detokenizer(
+            is_special_token_skipped=request.is_special_token_skipped,
+            context_token_ids=prompt_token_ids,
+        )
+        output = ChoiceOutput(choice, request, params, self._text.eos_token_ids, detokenizer)
+        emitted = request.emitted_token_ids[choice] if request.emitted_token_ids else ()
+        end = output.replay(emitted)
+        return PreparedChoice(derive_seed(request.seed, choice), output, emitted, end)
+
+    def _max_tokens(self, request: GenerationRequest, num_prompt_tokens: int) -> int:
+        """Return the number of new tokens that is in force for each choice."""
+        limit = self._max_sequence_len_tokens
+        if num_prompt_tokens >= limit:
+            raise PromptTooLongError(num_prompt_tokens, limit)
+        room = limit - num_prompt_tokens
+        if not request.is_max_tokens_explicit:
+            return min(self._limits.default_max_tokens, room)
+        max_tokens = request.sampling.max_tokens
+        if max_tokens == 0:
+            raise InvalidRequestError("max_tokens", "must be at least 1")
+        if max_tokens > room:
+            raise ContextLengthExceededError(num_prompt_tokens, max_tokens, limit)
+        return max_tokens
+
+    def _check_token_ids(self, param: str, token_ids: tuple[int, ...]) -> None:
+        size = self._limits.vocabulary_size
+        if not token_ids:
+            raise InvalidRequestError(param, "must have at least one token")
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < size:
+                raise InvalidRequestError(param, f"token id {token_id} is not in [0, {size})")
+
+    def _check_emitted(self, request: GenerationRequest, max_tokens: int) -> None:
+        param = "emitted_token_ids"
+        if len(request.emitted_token_ids) not in (0, request.num_choices):
+            raise InvalidRequestError(
+                param,
+                f"{len(request.emitted_token_ids)} lists for {request.num_choices} choices",
+            )
+        for token_ids in request.emitted_token_ids:
+            if token_ids:
+                self._check_token_ids(param, token_ids)
+            if len(token_ids) > max_tokens:
+                raise InvalidRequestError(
+                    param, f"{len(token_ids)} tokens are more than max_tokens ({max_tokens})"
+                )

@@ -1,0 +1,174 @@
+"""Packs the sequences of a step into one row of tokens with its layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from models.attention.layout import KEY_MULTIPLE_TOKENS, DecodeGroup, PrefillSegment, StepLayout
+from models.scheduling.step_plan import ScheduledSequence
+
+# A group of decode rows is padded to its longest table; a row joins the group only if its own
+# table is at least this fraction of that.
+MIN_GROUP_FILL = 0.6
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedInputs:
+    """One forward pass.
+
+    Attributes:
+        token_ids: [1, P] int64; P is T padded, at the end, with token 0 at position 0.
+        positions: [1, P] int64.
+        layout: where the T real rows belong.
+        last_rows: for each part, in the order given, the row of its last token.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    layout: StepLayout
+    last_rows: tuple[int, ...]
+
+
+def split_parts(
+    sequences: Iterable[ScheduledSequence], max_rows: int
+) -> Iterator[list[ScheduledSequence]]:
+    """Cut a step into forward passes of at most ``max_rows`` rows; 0 is without limit.
+
+    A chunk that is cut keeps ``is_sampled`` on its last part only.
+    """
+    if not max_rows:
+        yield list(sequences)
+        return
+    parts: list[ScheduledSequence] = []
+    room = max_rows
+    for sequence in sequences:
+        done = 0
+        while done < len(sequence.token_ids):
+            taken = sequence.token_ids[done : done + room]
+            is_last = done + len(taken) == len(sequence.token_ids)
+            parts.append(
+                dataclasses.replace(
+                    sequence,
+                    token_ids=taken,
+                    start=sequence.start + done,
+                    is_sampled=sequence.is_sampled and is_last,
+                )
+            )
+            done += len(taken)
+            room -= len(taken)
+            if room == 0:
+                yield parts
+                parts, room = [], max_rows
+    if parts:
+        yield parts
+
+
+def pack(
+    parts: Sequence[ScheduledSequence],
+    *,
+    block_size: int,
+    null_block_id: int,
+    multiple: int,
+    device: torch.device,
+) -> PackedInputs:
+    """Pack parts into one row: decodes first, longest table first, then the chunks.
+
+    Args:
+        parts: one entry per sequence, at least one.
+        block_size: tokens of a KV block.
+        null_block_id: pads block tables.
+        multiple: P is a multiple of this.
+        device: where the tensors go.
+    """
+    step = KEY_MULTIPLE_TOKENS // math.gcd(KEY_MULTIPLE_TOKENS, block_size)
+    num_blocks = [-(-part.end // (block_size * step)) * step for part in parts]
+    singles = [index for index, part in enumerate(parts) if len(part.token_ids) == 1]
+    singles.sort(key=num_blocks.__getitem__, reverse=True)
+    chunks = [index for index, part in enumerate(parts) if len(part.token_ids) > 1]
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    fresh: list[int] = []
+    last_rows = [0] * len(parts)
+    for index in (*singles, *chunks):
+        part = parts[index]
+        token_ids.extend(part.token_ids)
+        positions.extend(range(part.start, part.end))
+        for position in range(part.start, part.end):
+            block_id = part.block_ids[position // block_size]
+            offset = position % block_size
+            slots.append(block_id * block_size + offset)
+            if offset == 0:
+                fresh.append(block_id)
+        last_rows[index] = len(token_ids) - 1
+    layout = StepLayout(
+        num_tokens=len(token_ids),
+        slots=torch.tensor(slots, device=device),
+        fresh_block_ids=torch.tensor(fresh, device=device) if fresh else None,
+        decodes=tuple(
+            _decode_groups(parts, singles, num_blocks, block_size, null_block_id, device)
+        ),
+        prefills=tuple(
+            PrefillSegment(
+                row_start=last_rows[index] + 1 - len(parts[index].token_ids),
+                block_ids=torch.tensor(
+                    _padded_table(parts[index], num_blocks[index], block_size, null_block_id),
+                    device=device,
+                ),
+                start=parts[index].start,
+                end=parts[index].end,
+            )
+            for index in chunks
+        ),
+    )
+    padding = [0] * (-len(token_ids) % multiple)
+    return PackedInputs(
+        token_ids=torch.tensor([token_ids + padding], device=device),
+        positions=torch.tensor([positions + padding], device=device),
+        layout=layout,
+        last_rows=tuple(last_rows),
+    )
+
+
+def _decode_groups(
+    parts: Sequence[ScheduledSequence],
+    singles: Sequence[int],
+    num_blocks: Sequence[int],
+    block_size: int,
+    null_block_id: int,
+    device: torch.device,
+) -> Iterator[DecodeGroup]:
+    """Yield groups of rows; ``singles`` is sorted by table length, longest first."""
+    row = 0
+    while row < len(singles):
+        longest = num_blocks[singles[row]]
+        end = row + 1
+        while end < len(singles) and num_blocks[singles[end]] >= longest * MIN_GROUP_FILL:
+            end += 1
+        members = singles[row:end]
+        yield DecodeGroup(
+            row_start=row,
+            block_ids=torch.tensor(
+                [
+                    _padded_table(parts[index], longest, block_size, null_block_id)
+                    for index in members
+                ],
+                device=device,
+            ),
+            lengths=torch.tensor([parts[index].end for index in members], device=device),
+            longest=max(parts[index].end for index in members),
+        )
+        row = end
+
+
+def _padded_table(
+    part: ScheduledSequence, length: int, block_size: int, null_block_id: int
+) -> list[int]:
+    """Return the blocks that hold [0, end), with null blocks up to ``length`` entries."""
+    num_used = -(-part.end // block_size)
+    return [*part.block_ids[:num_used], *[null_block_id] * (length - num_used)]

@@ -1,0 +1,71 @@
+"""PackedForward: the only caller of the model. Parts of sequences in, logits out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from models.attention.backend import AttentionBackend
+from models.kv_cache.store import KVCachePool
+from models.runner.inputs import PackedInputs, pack
+from models.runner.row_stability import RowPolicy
+from models.scheduling.step_plan import ScheduledSequence
+
+
+class PackedForward:
+    """Runs packed inputs through a transformers model whose attention is ``backend``.
+
+    Owner: the step thread.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pool: KVCachePool,
+        backend: AttentionBackend,
+        policy: RowPolicy,
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._backend = backend
+        self.policy = policy
+        self._device = model.device
+        self._can_slice_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def pack(self, parts: Sequence[ScheduledSequence]) -> PackedInputs:
+        """Pack parts for ``run``; cheap next to it."""
+        return pack(
+            parts,
+            block_size=self._pool.plan.block_size_tokens,
+            null_block_id=self._pool.null_block_id,
+            multiple=self.policy.multiple,
+            device=self._device,
+        )
+
+    @torch.inference_mode()
+    def run(self, inputs: PackedInputs, rows: Sequence[int]) -> Tensor | None:
+        """Run one forward pass, which stores the KV of every real row.
+
+        Args:
+            inputs: from ``pack``.
+            rows: rows whose logits are wanted; may be empty.
+
+        Returns:
+            [len(rows), V] in the model's dtype, or None if ``rows`` is empty.
+        """
+        self._backend.begin_step(inputs.layout)
+        wanted = list(rows) or [0]
+        padded = wanted + wanted[:1] * (-len(wanted) % self.policy.multiple)
+        index = torch.tensor(padded, device=self._device)
+        keep = {"logits_to_keep": index} if self._can_slice_logits else {}
+        output = self._model(
+            input_ids=inputs.token_ids, position_ids=inputs.positions, use_cache=False, **keep
+        )
+        if not rows:
+            return None
+        logits: Tensor = output.logits[0]
+        return logits[: len(rows)] if self._can_slice_logits else logits[index[: len(rows)]]

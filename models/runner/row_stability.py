@@ -1,0 +1,179 @@
+"""Keeps matrix products row-independent on processors whose libraries are not.
+
+In bfloat16 a row's result must not depend on how many rows are multiplied with it. Some CPU
+kernels keep that for any number of rows; others (AMX) choose another order of summation for tall
+inputs. What the processor at hand does is measured at load, on the model's own weights; products
+that are only stable up to a number of rows are then cut into tiles of at most that many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+# Rows of a step are padded to a multiple of this: products of very few rows are slower than
+# products of eight (one row takes another kernel), and one class of row counts is enough to check.
+ROW_MULTIPLE = 8
+LARGEST_TILE_ROWS = 256
+SMALL_TILES_ROWS = (32, 16, 8)
+LARGE_COUNTS_ROWS = (40, 64, 96, 128, 192, 256)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowPolicy:
+    """How many rows one forward pass and one product may have.
+
+    Attributes:
+        multiple: rows of a forward pass are padded, at the end, to a multiple of this.
+        max_forward_rows: most rows of one forward pass; 0 is without limit. Set when a model
+            multiplies weights outside of layers that can be tiled one by one (experts).
+        smallest_tile_rows: the smallest tile in use, 0 if no product needs tiles.
+    """
+
+    multiple: int
+    max_forward_rows: int
+    smallest_tile_rows: int
+
+
+class TiledLinear(nn.Linear):
+    """A linear layer that multiplies at most ``tile_rows`` rows at a time."""
+
+    tile_rows: int
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name
+        """Map [..., T, K] to [..., T, N]."""
+        if input.shape[-2] <= self.tile_rows:
+            return functional.linear(input, self.weight, self.bias)
+        return torch.cat(
+            [
+                functional.linear(tile, self.weight, self.bias)
+                for tile in torch.split(input, self.tile_rows, dim=-2)
+            ],
+            dim=-2,
+        )
+
+
+class TiledConv1D(Conv1D):  # type: ignore[misc]
+    """The same for the transposed linear layer of GPT-2."""
+
+    tile_rows: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., T, K] to [..., T, N]."""
+        if x.shape[-2] <= self.tile_rows:
+            return _conv1d(self, x)
+        return torch.cat(
+            [_conv1d(self, tile) for tile in torch.split(x, self.tile_rows, dim=-2)],
+            dim=-2,
+        )
+
+
+def _conv1d(layer: Conv1D, x: Tensor) -> Tensor:
+    output: Tensor = Conv1D.forward(layer, x)
+    return output
+
+
+def make_row_independent(model: nn.Module, *, max_rows: int) -> RowPolicy:
+    """Measure the products of ``model`` and tile, in place, those that need it.
+
+    Args:
+        model: on its device, in its dtype. A GPU's libraries need other means and are left alone.
+            In float32, where the law is equal tokens and nearly equal log probabilities, rows are
+            padded but products are not tiled.
+        max_rows: most rows of a step.
+    """
+    weight = next(model.parameters())
+    if weight.device.type != "cpu":
+        return RowPolicy(multiple=1, max_forward_rows=0, smallest_tile_rows=0)
+    if weight.dtype == torch.float32:
+        return RowPolicy(ROW_MULTIPLE, max_forward_rows=0, smallest_tile_rows=0)
+    limit = min(LARGEST_TILE_ROWS, -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE)
+    tiles: dict[tuple[int, ...], int] = {}
+    smallest = 0
+    for layer in _linear_layers(model):
+        key = (*layer.weight.shape, int(isinstance(layer, Conv1D)))
+        if key not in tiles:
+            width = layer.weight.shape[0 if isinstance(layer, Conv1D) else 1]
+            tiles[key] = stable_rows(layer, width, weight.dtype, limit)
+        tile = tiles[key]
+        if tile < max_rows:
+            layer.__class__ = TiledConv1D if isinstance(layer, Conv1D) else TiledLinear
+            layer.tile_rows = tile
+            smallest = min(smallest or tile, tile)
+    forward_rows = 0
+    for stack in _foreign_weights(model):
+        matrix = stack.flatten(0, -3)[0] if stack.dim() > 2 else stack
+        rows = stable_rows(_product_with(matrix), matrix.shape[1], weight.dtype, limit, multiple=1)
+        if rows < max_rows:
+            forward_rows = min(forward_rows or rows, rows)
+    return RowPolicy(ROW_MULTIPLE, forward_rows, smallest)
+
+
+def stable_rows(
+    product: Callable[[Tensor], Tensor],
+    width: int,
+    dtype: torch.dtype,
+    limit: int,
+    *,
+    multiple: int = ROW_MULTIPLE,
+) -> int:
+    """Return the most rows up to which ``product`` gives every row the same bits.
+
+    Compared are the numbers of rows up to 32 that are multiples of ``multiple``, and a few larger
+    ones (each new number costs the library a new kernel). Larger numbers count only all together:
+    what holds at 64 and fails at 320 is not trusted at 128.
+
+    Args:
+        product: maps [T, width] to [T, N].
+        width: columns of the input.
+        dtype: of the input.
+        limit: the most rows of interest.
+        multiple: which numbers of rows occur.
+
+    Returns:
+        ``limit`` or one of SMALL_TILES_ROWS.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(max(limit, SMALL_TILES_ROWS[0]), width, generator=generator).to(dtype)
+    tiles = torch.split(rows, SMALL_TILES_ROWS[-1])
+    expected = torch.cat([product(tile) for tile in tiles])
+
+    def is_stable(num_rows: int) -> bool:
+        ends = (num_rows, len(rows))  # at the front and at the back
+        return all(
+            torch.equal(product(rows[end - num_rows : end]), expected[end - num_rows : end])
+            for end in ends
+        )
+
+    for tile in reversed(SMALL_TILES_ROWS):
+        if not all(is_stable(count) for count in range(multiple, tile + 1, multiple)):
+            return max(tile // 2, SMALL_TILES_ROWS[-1])
+    larger = (count for count in LARGE_COUNTS_ROWS if count <= limit)
+    return limit if all(is_stable(count) for count in larger) else SMALL_TILES_ROWS[0]
+
+
+def _product_with(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda rows: functional.linear(rows, weight)
+
+
+def _linear_layers(model: nn.Module) -> Iterator[nn.Linear | Conv1D]:
+    for module in model.modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            yield module
+
+
+def _foreign_weights(model: nn.Module) -> Iterator[Tensor]:
+    """Yield matrices that are not the weight of a linear layer or an embedding, one per shape."""
+    seen: set[tuple[int, ...]] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding | Conv1D):
+            continue
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() >= 2 and tuple(parameter.shape) not in seen:
+                seen.add(tuple(parameter.shape))
+                yield parameter

@@ -1,0 +1,360 @@
+"""Scheduler: decides which tokens of which sequences run in the next step. Holds no tensors."""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import itertools
+
+from models.config import SchedulerConfig
+from models.errors import InvalidRequestError, OutOfBlocksError, QueueFullError
+from models.kv_cache.ledger import BlockManager
+from models.kv_cache.prefix_index import ChainNamespace, GroupNamespace
+from models.scheduling.queue import WaitingQueue
+from models.scheduling.sequence import Sequence, SequenceStatus
+from models.scheduling.step_plan import (
+    JoiningSequence,
+    SampledToken,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+)
+
+
+@dataclasses.dataclass(slots=True)
+class _Group:
+    """The unfinished choices of one request.
+
+    Attributes:
+        members: by seq_id, lowest choice first.
+        namespace: where their prompt KV is shared.
+        is_leader_needed: the others wait until one of them has computed the prompt.
+        leader_seq_id: who is computing the prompt now.
+    """
+
+    members: dict[int, Sequence]
+    namespace: ChainNamespace
+    is_leader_needed: bool
+    leader_seq_id: int | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class _Draft:
+    """A plan in the making."""
+
+    num_tokens_left: int
+    rows: list[ScheduledSequence] = dataclasses.field(default_factory=list)
+    joining: list[JoiningSequence] = dataclasses.field(default_factory=list)
+
+
+class Scheduler:
+    """Continuous batching over one block ledger.
+
+    Every step takes one token of each running decode first, then prefill chunks: those of running
+    sequences, then new admissions, oldest first, while the token budget lasts. So a long prompt is
+    cut into what the decodes leave over and never stalls them.
+
+    Admission is first come, first served. A sequence gets the blocks of all its tokens and of one
+    more at once, and only if one further block per running sequence stays free: otherwise those
+    that run would soon have to preempt what was just admitted. The head of the queue is never
+    overtaken, and a lone sequence always fits, so nothing starves.
+
+    When a decode finds no block, the youngest running sequence is preempted: it gives back its
+    blocks, keeps its tokens and runs them again later, behind nobody younger.
+
+    Of n > 1 choices the first computes the prompt; its siblings are admitted afterwards, find all
+    full blocks of it in the prefix index and compute the rest (at most a block) themselves.
+
+    Owner: step thread.
+    Invariants: running and waiting sequences are each sorted by age and no waiting one is older
+    than a running one; exactly the running ones hold blocks, and exactly they are known to the
+    runner once it has been told who leaves.
+    """
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._queue = WaitingQueue()
+        # oldest first: whoever is admitted is younger than all that run
+        self._running: dict[int, Sequence] = {}
+        self._groups: dict[str, _Group] = {}
+        self._leaving: list[int] = []
+        self._plan_in_flight: StepPlan | None = None
+        self._arrivals = itertools.count()
+        self._step_ids = itertools.count()
+        self._num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence runs or waits."""
+        return bool(self._groups)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that run: the rows of a decode step."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests of which no sequence has run yet; ``max_num_waiting`` bounds them."""
+        return self._queue.num_requests
+
+    @property
+    def num_waiting_seqs(self) -> int:
+        """Sequences that wait: of new requests, further choices, and preempted ones."""
+        return len(self._queue)
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a sequence has been preempted since the start."""
+        return self._num_preemptions
+
+    def add_group(self, sequences: collections.abc.Sequence[Sequence]) -> None:
+        """Queue the choices of one request (the unfinished ones, if it is resumed).
+
+        Args:
+            sequences: at least one; same request, namespace and prompt.
+
+        Raises:
+            InvalidRequestError: the request id is in use.
+            QueueFullError: ``max_num_waiting`` requests wait already.
+            OutOfBlocksError: prompt and ``max_tokens`` exceed the whole pool, so that a sequence
+                could never finish; the engine refuses such a request before.
+        """
+        first = sequences[0]
+        if first.request_id in self._groups:
+            raise InvalidRequestError("request_id", f"'{first.request_id}' is in use")
+        if self._queue.num_requests >= self._config.max_num_waiting:
+            raise QueueFullError(self._queue.num_requests, self._config.max_num_waiting)
+        for sequence in sequences:
+            self._check_fits_pool(sequence)
+        namespace: ChainNamespace = first.namespace
+        if not self._blocks.is_prefix_caching_enabled:
+            namespace = GroupNamespace(first.request_id, first.namespace)
+        has_full_block_to_share = first.num_prompt_tokens > self._blocks.block_size_tokens
+        self._groups[first.request_id] = _Group(
+            members={sequence.seq_id: sequence for sequence in sequences},
+            namespace=namespace,
+            is_leader_needed=len(sequences) > 1 and has_full_block_to_share,
+        )
+        for sequence in sequences:
+            sequence.arrival_order = next(self._arrivals)
+        self._queue.append_group(tuple(sequences))
+
+    def abort_group(self, request_id: str) -> None:
+        """End all sequences of a request now; no effect if there are none."""
+        group = self._groups.get(request_id)
+        if group is not None:
+            for seq_id in tuple(group.members):
+                self.finish(seq_id)
+
+    def finish(self, seq_id: int) -> None:
+        """End one sequence, running or waiting, and free its blocks now.
+
+        It may be part of a plan that is not applied yet: ``apply`` then passes over it. No effect
+        if it has ended before.
+        """
+        sequence = self._running.get(seq_id)
+        if sequence is not None:
+            self._stop_running(sequence)
+        else:
+            sequence = self._queue.remove(seq_id)
+        if sequence is None:
+            return
+        sequence.transition_to(SequenceStatus.FINISHED)
+        group = self._groups[sequence.request_id]
+        del group.members[seq_id]
+        if not group.members:
+            del self._groups[sequence.request_id]
+
+    def plan(self) -> StepPlan | None:
+        """Decide the next step; ``apply`` must follow before the next plan.
+
+        Returns:
+            None if there is nothing to run. Who has left by then is told with a later plan.
+
+        Raises:
+            OutOfBlocksError: a lone sequence outgrew the pool: it was not finished in time.
+        """
+        if self._plan_in_flight is not None:
+            raise RuntimeError(f"step {self._plan_in_flight.step_id} has not been applied")
+        draft = _Draft(self._config.max_num_batched_tokens)
+        self._plan_decodes(draft)
+        self._plan_prefills(draft)
+        # After a preemption nobody is admitted: the victim is next in turn, and it needs at least
+        # the blocks that it gave back, of which one is taken.
+        self._admit(draft)
+        if not draft.rows:
+            return None
+        self._plan_in_flight = StepPlan(
+            step_id=next(self._step_ids),
+            sequences=tuple(draft.rows),
+            joining=tuple(draft.joining),
+            leaving=tuple(self._leaving),
+        )
+        self._leaving.clear()
+        return self._plan_in_flight
+
+    def apply(self, result: StepResult) -> None:
+        """Record what came of the last plan.
+
+        Appends the drawn tokens, advances ``num_computed_tokens`` and makes full blocks findable.
+        A sequence that has ended since the plan is passed over. A token with an error is not
+        appended: the sequence stays as it was before the step, marked ``has_failed``, until the
+        engine finishes it; its blocks are then not kept for others.
+        """
+        plan = self._plan_in_flight
+        if plan is None or plan.step_id != result.step_id:
+            raise RuntimeError(f"step {result.step_id} is not in flight")
+        self._plan_in_flight = None
+        remaining = iter(result.sampled)
+        for scheduled in plan.sequences:
+            sampled = None
+            if scheduled.is_sampled:
+                sampled = next(remaining, None)
+                if sampled is None or sampled.seq_id != scheduled.seq_id:
+                    raise RuntimeError(f"sequence {scheduled.seq_id} drew no token")
+            sequence = self._running.get(scheduled.seq_id)
+            if sequence is not None:
+                self._apply_row(sequence, scheduled, sampled)
+
+    def check_invariants(self) -> None:
+        """Check queue, running set, groups and ledger against each other.
+
+        Raises:
+            RuntimeError: what is wrong.
+        """
+        self._blocks.check_invariants()
+        ages = [sequence.arrival_order for sequence in (*self._running.values(), *self._queue)]
+        if ages != sorted(set(ages)):
+            raise RuntimeError("running and waiting sequences are not in the order of age")
+        if len(self._running) > self._config.max_num_seqs:
+            raise RuntimeError("too many sequences run")
+        for sequence in self._running.values():
+            table = self._blocks.block_table(sequence.seq_id)
+            if sequence.status is not SequenceStatus.RUNNING:
+                raise RuntimeError(f"sequence {sequence.seq_id} runs as {sequence.status.value}")
+            if len(table) < self._blocks.num_blocks_for(sequence.num_computed_tokens):
+                raise RuntimeError(f"sequence {sequence.seq_id} lacks blocks")
+        for sequence in self._queue:
+            if sequence.status not in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED):
+                raise RuntimeError(f"sequence {sequence.seq_id} waits as {sequence.status.value}")
+        if self._blocks.num_holders != len(self._running):
+            raise RuntimeError("a sequence that does not run holds blocks")
+        members = {seq_id for group in self._groups.values() for seq_id in group.members}
+        if members != {*self._running, *(sequence.seq_id for sequence in self._queue)}:
+            raise RuntimeError("groups and sequences disagree")
+
+    def _check_fits_pool(self, sequence: Sequence) -> None:
+        num_output_tokens = max(sequence.params.max_tokens, len(sequence.output_token_ids) + 1)
+        num_needed = self._blocks.num_blocks_for(sequence.num_prompt_tokens + num_output_tokens)
+        if num_needed > self._blocks.num_blocks:
+            raise OutOfBlocksError(num_needed, self._blocks.num_blocks)
+
+    def _plan_decodes(self, draft: _Draft) -> None:
+        # Oldest first, so that a victim (the youngest) has never been scheduled before.
+        for sequence in tuple(self._running.values()):
+            if (
+                sequence.status is SequenceStatus.RUNNING
+                and sequence.num_uncomputed_tokens == 1
+                and self._extend_or_preempt(sequence)
+            ):
+                self._schedule(draft, sequence)
+
+    def _plan_prefills(self, draft: _Draft) -> None:
+        for sequence in self._running.values():
+            if draft.num_tokens_left == 0:
+                return
+            if sequence.num_uncomputed_tokens > 1:
+                self._schedule(draft, sequence)
+
+    def _admit(self, draft: _Draft) -> None:
+        while draft.num_tokens_left > 0 and len(self._running) < self._config.max_num_seqs:
+            sequence = self._queue.peek()
+            if sequence is None:
+                return
+            group = self._groups[sequence.request_id]
+            if group.is_leader_needed and group.leader_seq_id is not None:
+                return
+            num_cached_tokens = self._blocks.try_allocate(
+                sequence.seq_id,
+                group.namespace,
+                sequence.token_ids,
+                sequence.num_tokens + 1,
+                num_blocks_to_spare=len(self._running),
+            )
+            if num_cached_tokens is None:
+                return
+            self._queue.pop()
+            if sequence.status is SequenceStatus.WAITING:
+                sequence.num_cached_tokens = min(num_cached_tokens, sequence.num_prompt_tokens)
+            sequence.transition_to(SequenceStatus.RUNNING)
+            sequence.num_computed_tokens = num_cached_tokens
+            self._running[sequence.seq_id] = sequence
+            if group.is_leader_needed:
+                group.leader_seq_id = sequence.seq_id
+            draft.joining.append(
+                JoiningSequence(
+                    seq_id=sequence.seq_id,
+                    sampling=sequence.params,
+                    seed=sequence.seed,
+                    prompt_token_ids=sequence.prompt_token_ids,
+                    output_token_ids=tuple(sequence.output_token_ids),
+                    adapter=sequence.adapter,
+                )
+            )
+            self._schedule(draft, sequence)
+
+    def _schedule(self, draft: _Draft, sequence: Sequence) -> None:
+        start = sequence.num_computed_tokens
+        num_left = sequence.num_uncomputed_tokens
+        num_scheduled = min(num_left, draft.num_tokens_left)
+        draft.num_tokens_left -= num_scheduled
+        draft.rows.append(
+            ScheduledSequence(
+                sequence.seq_id,
+                tuple(sequence.token_ids[start : start + num_scheduled]),
+                start,
+                self._blocks.block_table(sequence.seq_id),
+                num_scheduled == num_left,
+            )
+        )
+
+    def _extend_or_preempt(self, sequence: Sequence) -> bool:
+        """Get the blocks for all its tokens; False if the sequence itself had to give way."""
+        while not self._blocks.try_extend(sequence.seq_id, sequence.num_tokens):
+            if len(self._running) == 1:
+                num_needed = self._blocks.num_blocks_for(sequence.num_tokens)
+                raise OutOfBlocksError(num_needed, self._blocks.num_blocks)
+            victim = next(reversed(self._running.values()))
+            self._num_preemptions += 1
+            self._stop_running(victim)
+            victim.transition_to(SequenceStatus.PREEMPTED)
+            self._queue.push_front(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        del self._running[sequence.seq_id]
+        self._leaving.append(sequence.seq_id)
+        self._blocks.free(sequence.seq_id, is_content_valid=not sequence.has_failed)
+        group = self._groups[sequence.request_id]
+        if group.leader_seq_id == sequence.seq_id:
+            group.leader_seq_id = None
+
+    def _apply_row(
+        self, sequence: Sequence, scheduled: ScheduledSequence, sampled: SampledToken | None
+    ) -> None:
+        if sampled is not None and sampled.error is not None:
+            sequence.has_failed = True
+            return
+        num_computed_tokens = scheduled.start + len(scheduled.token_ids)
+        sequence.num_computed_tokens = num_computed_tokens
+        self._blocks.record_computed(sequence.seq_id, sequence.token_ids, num_computed_tokens)
+        if sampled is None:
+            return
+        sequence.append(sampled.token_id)
+        group = self._groups[sequence.request_id]
+        if group.is_leader_needed:
+            group.is_leader_needed = False

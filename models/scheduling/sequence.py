@@ -1,0 +1,112 @@
+"""Sequence: one running output of a request, and where it is. Decides nothing, holds no tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from models.requests import AdapterRef, PrefixNamespace
+from sampling.params import SamplingParams
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence is; why it ended is the engine's knowledge (FinishReason)."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+LEGAL_TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
+    SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
+    SequenceStatus.RUNNING: frozenset({SequenceStatus.PREEMPTED, SequenceStatus.FINISHED}),
+    SequenceStatus.PREEMPTED: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
+    SequenceStatus.FINISHED: frozenset(),
+}
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """One choice of one request, from its admission to its end.
+
+    The engine creates it; afterwards only the scheduler changes it, everybody may read it.
+    Owner: step thread.
+
+    Attributes:
+        seq_id: unique in the life of the engine, never reused.
+        request_id: the request it belongs to.
+        choice: index among the request's choices.
+        params: sampling parameters; ``max_tokens`` is the limit that holds for this sequence.
+        seed: the choice's own seed (``derive_seed`` has been applied).
+        namespace: where its prompt KV may be shared; names the adapter too.
+        prompt_token_ids: the prompt, at least one token.
+        output_token_ids: tokens drawn so far, oldest first. Those given at creation were emitted
+            before (a stream resumed here); they are run again, never drawn again.
+        token_ids: prompt and output in one list.
+        num_computed_tokens: KV of positions [0, num_computed_tokens) is in its blocks.
+        num_cached_tokens: prompt tokens that the prefix cache held when the sequence first ran;
+            a later preemption does not change it.
+        arrival_order: age, lower is older; given by ``Scheduler.add_group``, -1 before.
+        status: see SequenceStatus.
+        has_failed: its last step gave no token but an error; the engine must finish it.
+    """
+
+    seq_id: int
+    request_id: str
+    params: SamplingParams
+    seed: int
+    namespace: PrefixNamespace
+    prompt_token_ids: tuple[int, ...]
+    choice: int = 0
+    output_token_ids: list[int] = dataclasses.field(default_factory=list)
+    token_ids: list[int] = dataclasses.field(init=False, repr=False)
+    num_computed_tokens: int = dataclasses.field(init=False, default=0)
+    num_cached_tokens: int = dataclasses.field(init=False, default=0)
+    arrival_order: int = dataclasses.field(init=False, default=-1)
+    status: SequenceStatus = dataclasses.field(init=False, default=SequenceStatus.WAITING)
+    has_failed: bool = dataclasses.field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        """Take over the tokens; the caller's list of emitted tokens stays the caller's."""
+        self.output_token_ids = list(self.output_token_ids)
+        self.token_ids = [*self.prompt_token_ids, *self.output_token_ids]
+
+    @property
+    def adapter(self) -> AdapterRef | None:
+        """The adapter it runs with, None for the base model."""
+        return self.namespace.adapter
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that have yet to be run before the next one can be drawn; 1 is a decode."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def append(self, token_id: int) -> None:
+        """Take a token that was drawn."""
+        self.output_token_ids.append(token_id)
+        self.token_ids.append(token_id)
+
+    def transition_to(self, status: SequenceStatus) -> None:
+        """Change the status; a sequence that loses its blocks loses its computed tokens with them.
+
+        Raises:
+            RuntimeError: the step is not in LEGAL_TRANSITIONS, a fault of the scheduler.
+        """
+        if status not in LEGAL_TRANSITIONS[self.status]:
+            raise RuntimeError(
+                f"sequence {self.seq_id} cannot go from {self.status.value} to {status.value}"
+            )
+        self.status = status
+        if status is not SequenceStatus.RUNNING:
+            self.num_computed_tokens = 0

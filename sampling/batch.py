@@ -1,0 +1,124 @@
+"""Per-row state of sampling, and the columns that the draw reads. Decides nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sampling.errors import RowSamplingError
+from sampling.params import SamplingParams
+from sampling.rng import uniform
+
+# Beyond these a division by the temperature leaves float32: 0 / 0, or -inf / inf. Nothing is
+# lost: at 1e-30 any two different logits are infinitely far apart, at 1e30 all are equal.
+MIN_TEMPERATURE = 1e-30
+MAX_TEMPERATURE = 1e30
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class SamplingRow:
+    """One running sequence as sampling sees it; made by ``Sampler.make_row``.
+
+    Owner: step thread.
+
+    Attributes:
+        params: what the request asks for.
+        seed: the choice's own seed (``derive_seed`` has been applied).
+        prompt_token_ids: the prompt, not changed here.
+        output_token_ids: tokens drawn so far; ``Sampler.sample`` appends to it, nobody else does.
+        states: one per processor of the sampler that made the row, None where it is not needed.
+    """
+
+    params: SamplingParams
+    seed: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: list[int]
+    states: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SampledRow:
+    """What one row drew.
+
+    Attributes:
+        token_id: the token, -1 if ``error`` is set.
+        logprob: natural logarithm of its raw probability, None unless the row asked for it.
+        top: pairs (token id, logprob) of the best raw tokens, best first, ties by token id.
+        error: why this row alone could not be sampled; nothing was appended to it then.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    error: RowSamplingError | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """Columns for n rows that draw at random, one entry per row, on the host.
+
+    Attributes:
+        temperature: [n, 1] float32, within [MIN_TEMPERATURE, MAX_TEMPERATURE].
+        uniform: [n] float64, each row's number in [0, 1).
+        top_k: [n] int64, 0 is off.
+        top_p: [n] float64.
+        log_min_p: [n] float64, logarithm of min_p; -inf is off.
+        typical_p: one float per row; 1 is off.
+    """
+
+    temperature: Tensor
+    uniform: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    log_min_p: Tensor
+    typical_p: tuple[float, ...]
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[SamplingRow]) -> SamplingBatch:
+        """Build the columns for the next token of each row."""
+        params = [row.params for row in rows]
+        draws = [uniform(row.seed, len(row.output_token_ids)) for row in rows]
+        return cls(
+            temperature=torch.tensor(
+                [[_clamped_temperature(each.temperature)] for each in params], dtype=torch.float32
+            ),
+            uniform=torch.tensor(draws, dtype=torch.float64),
+            top_k=torch.tensor([max(each.top_k, 0) for each in params], dtype=torch.int64),
+            top_p=torch.tensor([each.top_p for each in params], dtype=torch.float64),
+            log_min_p=torch.tensor([_log(each.min_p) for each in params], dtype=torch.float64),
+            typical_p=tuple(each.typical_p for each in params),
+        )
+
+    def select(self, index: int) -> SamplingBatch:
+        """Return the columns of one row as a batch of its own."""
+        rows = slice(index, index + 1)
+        return SamplingBatch(
+            temperature=self.temperature[rows],
+            uniform=self.uniform[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            log_min_p=self.log_min_p[rows],
+            typical_p=self.typical_p[rows],
+        )
+
+
+def is_filtered(params: SamplingParams) -> bool:
+    """Return whether the row draws from a part of its distribution only.
+
+    Such a row ranks its tokens by probability, the others keep the order of token ids: which of
+    the two it is must depend on nothing but its own parameters.
+    """
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0 or params.typical_p < 1.0
+
+
+def _clamped_temperature(temperature: float) -> float:
+    return min(max(temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
+
+
+def _log(probability: float) -> float:
+    return math.log(probability) if probability > 0.0 else -math.inf

@@ -1,0 +1,75 @@
+"""The names that users write: they do not change without a word in the changelog."""
+
+import inspect
+
+from deployments.app import build_app
+from deployments.config import ServiceConfig
+from deployments.ingress import Ingress
+from sampling.params import derive_seed
+
+BUILDER_ARGUMENTS = {
+    "adapters",
+    "block_size_tokens",
+    "cache_folder",
+    "chat_template",
+    "default_max_tokens",
+    "device",
+    "downscale_delay_s",
+    "dtype",
+    "header_wait_s",
+    "ingress_num_cpus",
+    "ingress_replicas",
+    "is_prefix_caching_enabled",
+    "keepalive_s",
+    "kv_budget_bytes",
+    "max_body_bytes",
+    "max_model_len_tokens",
+    "max_num_batched_tokens",
+    "max_num_choices",
+    "max_num_seqs",
+    "max_num_waiting",
+    "max_replicas",
+    "min_replicas",
+    "model",
+    "model_id",
+    "models",
+    "num_cpus",
+    "num_gpus",
+    "num_threads",
+    "replicas",
+    "shutdown_grace_s",
+    "target_ongoing_requests",
+    "upscale_delay_s",
+}
+
+
+def test_serve_can_call_the_builder():
+    (parameter,) = inspect.signature(build_app, eval_str=True).parameters.values()
+
+    assert parameter.annotation is ServiceConfig
+
+
+def test_the_arguments_of_the_builder_are_the_documented_ones():
+    assert set(ServiceConfig.model_fields) == BUILDER_ARGUMENTS
+
+
+def test_every_argument_of_the_builder_has_a_default():
+    assert not [name for name, field in ServiceConfig.model_fields.items() if field.is_required()]
+
+
+def test_the_handle_has_its_methods():
+    for name in ("chat", "complete"):
+        assert inspect.iscoroutinefunction(getattr(Ingress, name))
+        assert list(inspect.signature(getattr(Ingress, name)).parameters) == ["self", "body"]
+    for name in ("stream_chat", "stream_complete"):
+        assert inspect.isasyncgenfunction(getattr(Ingress, name))
+        assert list(inspect.signature(getattr(Ingress, name)).parameters) == ["self", "body"]
+
+
+def test_seeds_of_choices_are_derived_as_documented():
+    assert derive_seed(7, 0) == 7
+    assert [derive_seed(0, choice) for choice in range(1, 4)] == [
+        -2152535657050944081,
+        7960286522194355700,
+        487617019471545679,
+    ]

@@ -1,0 +1,198 @@
+"""The ``medley`` command as a person starts it: a process, signals, a port, real HTTP."""
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.conftest import CACHE_FOLDER
+
+pytestmark = pytest.mark.integration
+
+_ROOT = Path(__file__).parents[2]
+# A start takes some 20 s on a quiet machine.
+_START_LIMIT_S = 300.0
+# The launcher kills what is left after 8 s; the rest is for a busy machine.
+_STOP_LIMIT_S = 30.0
+_MODEL_ID = "smollm2-135m-instruct"
+
+
+class Launcher:
+    """A running ``medley up`` and the lines that it wrote."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.port = _find_free_port()
+        self._stdout, self._stderr = folder / "stdout", folder / "stderr"
+        with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "cluster.launch", "up", f"port={self.port}", *words],
+                cwd=_ROOT,
+                env={**os.environ, "MEDLEY_CACHE_DIR": str(CACHE_FOLDER)},
+                stdout=stdout,
+                stderr=stderr,
+            )
+
+    @property
+    def stdout(self) -> str:
+        return self._stdout.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._stderr.read_text()
+
+    def wait_for(self, text: str) -> None:
+        """Wait until a text stands in one of the streams."""
+        pause = threading.Event()
+        for _ in range(int(_START_LIMIT_S / 0.1)):
+            if text in self.stdout + self.stderr:
+                return
+            assert self.process.poll() is None, self.stderr
+            pause.wait(0.1)
+        raise AssertionError(f"no '{text}' in time:\n{self.stderr}")
+
+    def stop(self, number: signal.Signals) -> tuple[int, list[psutil.Process]]:
+        """Send a signal; return the exit status and the processes that are left."""
+        tree = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.send_signal(number)
+        status = self.process.wait(timeout=_STOP_LIMIT_S)
+        return status, [process for process in tree if process.is_running()]
+
+
+def _find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def _launch(folder: Path, *words: str) -> Iterator[Launcher]:
+    launcher = Launcher(folder, *words)
+    try:
+        yield launcher
+    finally:
+        if launcher.process.poll() is None:
+            launcher.stop(signal.SIGTERM)
+
+
+def _run_to_its_end(folder: Path, *words: str) -> tuple[int, list[str]]:
+    with _launch(folder, *words) as launcher:
+        status = launcher.process.wait(timeout=_START_LIMIT_S)
+        return status, launcher.stderr.splitlines()
+
+
+def _read_events(lines: Iterator[str]) -> list[str]:
+    return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+
+
+def test_a_started_service_answers_and_ends_in_order_with_a_stream_open(tmp_path: Path) -> None:
+    # As a shell does it for what it starts with `&`.
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.ExitStack() as stack:
+        try:
+            launcher = stack.enter_context(_launch(tmp_path))
+        finally:
+            signal.signal(signal.SIGINT, previous)
+        launcher.wait_for("Medley is ready")
+        url = f"http://127.0.0.1:{launcher.port}"
+
+        (ready_line,) = launcher.stdout.splitlines()
+        command = shlex.split(ready_line.partition("try: ")[2])
+        answer = httpx.post(
+            command[1],
+            content=command[command.index("-d") + 1],
+            headers=dict([command[command.index("-H") + 1].split(": ")]),
+            timeout=_START_LIMIT_S,
+        ).json()
+        body = {
+            "model": _MODEL_ID,
+            "messages": [{"role": "user", "content": "Tell me a long story."}],
+            "stream": True,
+            "max_tokens": 7000,
+            "ignore_eos": True,
+        }
+        with httpx.stream(
+            "POST", f"{url}/v1/chat/completions", json=body, timeout=_START_LIMIT_S
+        ) as response:
+            lines = response.iter_lines()
+            first = next(line for line in lines if line.startswith("data: "))
+            status, remaining = launcher.stop(signal.SIGINT)
+            events = _read_events(lines)
+
+    assert command[:2] == ["curl", f"{url}/v1/chat/completions"]
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+    assert "choices" in json.loads(first.removeprefix("data: "))
+    assert "error" in json.loads(events[-1])
+    assert "[DONE]" not in events
+    assert (status, remaining) == (0, [])
+
+
+def test_a_signal_while_it_loads_ends_it_in_order(tmp_path: Path) -> None:
+    with _launch(tmp_path) as launcher:
+        launcher.wait_for("starting Ray Serve")
+
+        status, remaining = launcher.stop(signal.SIGTERM)
+
+    assert (status, remaining) == (0, [])
+    assert launcher.stdout == ""
+
+
+def test_a_model_that_does_not_exist_is_told_in_one_line(tmp_path: Path) -> None:
+    status, lines = _run_to_its_end(tmp_path, "model=/nowhere/at/all")
+
+    assert status == 1
+    assert lines[-1].startswith("medley: model: ")
+    assert "/nowhere/at/all" in lines[-1]
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_a_model_that_the_replica_refuses_is_told_in_one_line(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(b"this is no model")
+
+    status, lines = _run_to_its_end(tmp_path, f"model={damaged}")
+
+    assert status == 1
+    assert lines[-1].startswith("medley: model: ")
+    assert "damaged.gguf" in lines[-1]
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_a_port_in_use_is_told_in_one_line(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+
+        run = subprocess.run(
+            [sys.executable, "-m", "cluster.launch", "up", f"port={port}"],
+            cwd=_ROOT,
+            capture_output=True,
+            text=True,
+            timeout=_START_LIMIT_S,
+            check=False,
+        )
+
+    assert run.returncode == 1
+    assert run.stderr.splitlines() == [
+        f"medley: cannot listen on 127.0.0.1 port {port}: Address already in use "
+        "(choose another: port=...)"
+    ]
+
+
+def test_an_unknown_argument_is_a_misuse_told_in_one_line(tmp_path: Path) -> None:
+    status, lines = _run_to_its_end(tmp_path, "modle=x")
+
+    assert status == 2
+    assert lines == ["medley: unknown argument 'modle' (did you mean 'model'?)"]

@@ -1,0 +1,104 @@
+"""What the builder makes of a configuration. Starts nothing."""
+
+import json
+
+import pytest
+
+from deployments.app import build_app, make_deployment_name
+from deployments.config import ServiceConfig
+from models.errors import ConfigError
+
+
+def built(**arguments):
+    """The ingress's deployment and, by model id, the models' deployments."""
+    app = build_app(ServiceConfig.model_validate(arguments))
+    ingress = app._bound_deployment
+    limits, models = ingress.init_args
+    return ingress, limits, {name: bound._bound_deployment for name, bound in models.items()}
+
+
+def test_the_bundled_model_is_served_without_arguments():
+    ingress, limits, models = built()
+
+    (model,) = models.values()
+    assert ingress.name == "Ingress"
+    assert model.name == "model-smollm2-135m-instruct"
+    assert model.num_replicas == 1
+    assert ingress.ray_actor_options["num_cpus"] == 0
+    assert 0 < model.ray_actor_options["num_cpus"] < 1
+    assert limits.probed_model_ids == ("smollm2-135m-instruct",)
+
+
+def test_each_model_of_several_has_its_own_deployment_and_scaling():
+    _, limits, models = built(
+        models=[
+            {"model_id": "fixed", "replicas": 3},
+            {"model_id": "scaled", "min_replicas": 0, "max_replicas": 5, "max_num_seqs": 8},
+        ]
+    )
+
+    fixed, scaled = models["fixed"], models["scaled"]
+    assert fixed.num_replicas == 3
+    scaling = scaled._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas) == (0, 5)
+    assert scaled.init_args[0].scheduler.max_num_seqs == 8
+    # asking it for its health would keep it from scaling to none
+    assert limits.probed_model_ids == ("fixed",)
+
+
+def test_the_engine_refuses_before_serve_does():
+    ingress, _, models = built(max_num_seqs=4, max_num_waiting=7)
+
+    (model,) = models.values()
+    assert model.max_ongoing_requests > 4 + 7
+    assert ingress.max_ongoing_requests > model.max_ongoing_requests
+
+
+def test_gpus_are_reserved_on_a_cuda_device_only():
+    _, _, models = built(
+        models=[{"model_id": "a"}, {"model_id": "b", "device": "cuda", "num_gpus": 0.5}]
+    )
+
+    assert models["a"].ray_actor_options["num_gpus"] == 0
+    assert models["b"].ray_actor_options["num_gpus"] == 0.5
+
+
+def test_an_ingress_outlives_the_models_that_are_killed_behind_their_grace_time():
+    ingress, _, models = built(shutdown_grace_s=7)
+
+    (model,) = models.values()
+    assert model._deployment_config.graceful_shutdown_timeout_s == 7
+    assert ingress._deployment_config.graceful_shutdown_timeout_s > 7
+
+
+def test_names_of_deployments_differ_whenever_the_models_do():
+    model_ids = ["a", "A", "a b", "a/b", "a-b", "ü", "ö"]
+
+    names = [make_deployment_name(model_id) for model_id in model_ids]
+
+    assert len(set(names)) == len(model_ids)
+    assert all(name.isascii() and "/" not in name and "#" not in name for name in names)
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./nothing", "nothing.gguf"])
+def test_a_model_path_that_does_not_exist_stops_the_build_with_a_sentence(model):
+    with pytest.raises(ConfigError) as caught:
+        built(model=model)
+
+    assert caught.value.field == "model"
+    assert model in str(caught.value)
+
+
+def test_a_folder_that_holds_no_causal_model_stops_the_build(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "bert", "architectures": ["BertModel"]})
+    )
+
+    with pytest.raises(ConfigError, match="BertModel"):
+        built(model=str(tmp_path))
+
+
+def test_a_hub_id_is_left_to_the_replica():
+    _, _, models = built(model="some-org/some-model")
+
+    assert models["some-model"].init_args[0].model.path == "some-org/some-model"

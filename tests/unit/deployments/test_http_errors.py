@@ -1,0 +1,55 @@
+"""Details of the error table that no route shows."""
+
+import http
+
+import orjson
+
+from deployments.http_errors import describe_error
+from models.errors import ConfigError, InvalidRequestError, PromptTooLongError
+from sampling.errors import NonFiniteLogitsError, NoTokenLeftError
+
+
+def test_detail_names_the_place_as_a_path():
+    body = orjson.loads(
+        describe_error(InvalidRequestError("messages.3.content", "is bad")).to_body("id")
+    )
+
+    assert body["detail"] == [
+        {
+            "loc": ["body", "messages", 3, "content"],
+            "msg": "messages.3.content: is bad",
+            "type": "invalid_value",
+        }
+    ]
+    assert body["request_id"] == "id"
+
+
+def test_only_errors_of_a_body_have_detail():
+    assert b"detail" not in describe_error(NonFiniteLogitsError()).to_body("")
+
+
+def test_an_error_of_a_field_without_a_name_has_no_param():
+    assert describe_error(InvalidRequestError("", "is no JSON")).error["param"] is None
+
+
+def test_the_prompt_is_called_as_the_route_calls_it():
+    error = PromptTooLongError(9, 8)
+
+    assert describe_error(error, "messages").error["param"] == "messages"
+    assert describe_error(error, "prompt").error["param"] == "prompt"
+
+
+def test_subclasses_are_told_as_what_they_are():
+    class SpecialError(InvalidRequestError):
+        pass
+
+    assert describe_error(SpecialError("n", "x")).status == http.HTTPStatus.BAD_REQUEST
+
+
+def test_a_caller_whose_constraints_leave_nothing_is_at_fault_and_nan_is_not():
+    assert describe_error(NoTokenLeftError()).status == http.HTTPStatus.BAD_REQUEST
+    assert describe_error(NonFiniteLogitsError()).is_fault_of_ours
+
+
+def test_what_never_belongs_to_a_request_is_a_fault_of_ours():
+    assert describe_error(ConfigError("model", "x")).is_fault_of_ours

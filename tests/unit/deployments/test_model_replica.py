@@ -1,0 +1,153 @@
+"""The replica's front, over a real engine without a model."""
+
+import asyncio
+import gc
+import sys
+import types
+
+import pytest
+
+from deployments.model_replica import ModelReplica
+from models.config import EngineConfig
+from models.engine.async_engine import AsyncEngine
+from models.errors import EngineDeadError, InvalidRequestError
+from sampling.errors import InvalidSamplingParamsError
+from tests.unit.models.engine.fakes import ByteText, GatedRunner, make_engine
+
+pytestmark = pytest.mark.anyio
+
+
+class Spelling(ByteText):
+    def token_text(self, token_id):
+        return f"<{token_id}>", bytes([token_id % 256])
+
+
+@pytest.fixture
+async def make_replica(monkeypatch):
+    """Replicas whose constructor gets an engine that draws what the prompt says."""
+    opened = []
+
+    def make(runner=None):
+        def build_engine(config, *, cache_folder, progress):
+            progress("built")
+            return AsyncEngine(make_engine(runner), Spelling())
+
+        build = types.SimpleNamespace(build_engine=build_engine)
+        monkeypatch.setitem(sys.modules, "models.engine.build", build)
+        opened.append((ModelReplica(EngineConfig(), "~/cache"), runner))
+        return opened[-1][0]
+
+    yield make
+
+    for replica, runner in opened:
+        if runner is not None:
+            runner.permit(10_000)
+        if (stopping := replica.__del__()) is not None:
+            await stopping
+
+
+def make_call(text="abc", **fields):
+    return {
+        "request_id": "r",
+        "prompt": {"kind": "text", "text": text},
+        "sampling": {"temperature": 0.0},
+        "is_max_tokens_explicit": False,
+        "seed": 1,
+        "num_choices": 1,
+        "stop": [],
+        "is_stop_included": False,
+        "is_special_token_skipped": True,
+        "cache_salt": None,
+        **fields,
+    }
+
+
+async def wait_for_stats(replica, condition):
+    async with asyncio.timeout(5):
+        while not condition(stats := await replica.stats()):  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.01)
+    return stats
+
+
+async def read(replica, call):
+    return [message async for message in replica.generate(call)]
+
+
+async def test_a_stream_is_an_admission_then_deltas_then_an_end(make_replica):
+    first, *rest = await read(make_replica(), make_call())
+
+    records = [record for message in rest for record in message]
+    assert [record["kind"] for record in first] == ["admission"]
+    assert first[0]["num_prompt_tokens"] == 3
+    assert {record["kind"] for record in records[:-1]} == {"delta"}
+    assert records[-1]["kind"] == "end"
+    assert [record["finish_reason"] for record in records[:-1]].count("stop") == 1
+
+
+async def test_log_probabilities_are_spelled(make_replica):
+    messages = await read(
+        make_replica(), make_call(sampling={"temperature": 0.0, "num_top_logprobs": 0})
+    )
+
+    logprobs = [
+        logprob
+        for message in messages
+        for record in message
+        if record["kind"] == "delta"
+        for logprob in record["logprobs"]
+    ]
+    assert logprobs
+    assert all(logprob["token"] == f"<{logprob['token_id']}>" for logprob in logprobs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"num_choices": 1000}, InvalidRequestError),
+        ({"sampling": {"logit_bias": [[10**6, 1.0]]}}, InvalidSamplingParamsError),
+        ({"sampling": {"top_p": 2.0}}, InvalidSamplingParamsError),
+    ],
+)
+async def test_a_call_that_cannot_be_served_raises_our_errors(make_replica, fields, error):
+    with pytest.raises(error):
+        await read(make_replica(), make_call(**fields))
+
+
+async def test_a_caller_that_leaves_aborts_its_request(make_replica):
+    runner = GatedRunner()
+    replica = make_replica(runner)
+    stream = replica.generate(make_call("abcdef"))
+    await anext(stream)
+    runner.permit()
+    await anext(stream)
+    await wait_for_stats(replica, lambda stats: stats["num_running"] == 1)
+
+    await stream.aclose()
+    runner.permit(10_000)
+
+    stats = await wait_for_stats(
+        replica, lambda stats: stats["num_running"] == stats["num_waiting"] == 0
+    )
+    assert stats["num_free_blocks"] == stats["num_blocks"]
+
+
+async def test_a_replica_is_well_until_it_is_stopped(make_replica):
+    replica = make_replica()
+    replica.check_health()
+    await replica.ping()
+
+    await replica.__del__()
+
+    with pytest.raises(EngineDeadError):
+        replica.check_health()
+    with pytest.raises(EngineDeadError):
+        await replica.ping()
+
+
+async def test_a_stopped_replica_is_collected_without_a_warning(make_replica):
+    replica = make_replica()
+    await replica.__del__()
+
+    assert replica.__del__() is None
+    del replica
+    gc.collect()

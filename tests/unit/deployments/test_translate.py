@@ -1,0 +1,184 @@
+"""From requests to calls, and from calls to what the engine reads."""
+
+import pytest
+
+from deployments.calls import to_generation_request
+from deployments.translate import make_chat_job, make_completion_job
+from deployments.wire import parse_chat_request, parse_completion_request
+from models.requests import ChatPrompt, TextPrompt, TokenPrompt
+from sampling.errors import InvalidSamplingParamsError
+from sampling.params import SamplingParams
+from tests.unit.deployments.fakes import MODEL_ID, chat_body, completion_body
+
+
+def chat_job(**fields):
+    return make_chat_job(parse_chat_request(chat_body(**fields)), "key", lambda: 5)
+
+
+def completion_job(**fields):
+    seeds = iter(range(100))
+    request = parse_completion_request(completion_body(**fields))
+    return make_completion_job(request, "key", lambda: next(seeds))
+
+
+def engine_request(**fields):
+    return to_generation_request(chat_job(**fields).calls[0])
+
+
+def test_a_bare_request_takes_every_default_of_the_engine():
+    request = engine_request()
+
+    assert request.sampling == SamplingParams()
+    assert not request.is_max_tokens_explicit
+    assert request.num_choices == 1
+    assert request.seed == 5
+    assert request.stop == ()
+    assert request.is_special_token_skipped
+    assert not request.is_stop_included
+    assert request.cache_salt is None
+    assert request.adapter is None
+
+
+def test_every_sampling_field_reaches_the_engine():
+    request = engine_request(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        frequency_penalty=0.2,
+        presence_penalty=-0.3,
+        logit_bias={"5": -1.5, "7": 3},
+        min_tokens=2,
+        max_tokens=9,
+        stop_token_ids=[4, 6],
+        ignore_eos=True,
+        logprobs=True,
+        top_logprobs=3,
+    )
+
+    assert request.sampling == SamplingParams(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        frequency_penalty=0.2,
+        presence_penalty=-0.3,
+        logit_bias=((5, -1.5), (7, 3.0)),
+        min_tokens=2,
+        max_tokens=9,
+        stop_token_ids=(4, 6),
+        ignore_eos=True,
+        num_top_logprobs=3,
+    )
+    assert request.is_max_tokens_explicit
+
+
+def test_every_other_field_reaches_the_engine():
+    request = engine_request(
+        n=4,
+        seed=-1,
+        stop=["a", "b"],
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        cache_salt="tenant",
+    )
+
+    assert request.num_choices == 4
+    assert request.seed == -1
+    assert request.stop == ("a", "b")
+    assert request.is_stop_included
+    assert not request.is_special_token_skipped
+    assert request.cache_salt == "tenant"
+
+
+def test_messages_keep_what_templates_read():
+    messages = [
+        {"role": "developer", "content": "Be brief.", "name": "boss", "colour": "red"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": []},
+        {"role": "tool", "content": "4", "tool_call_id": "c1"},
+    ]
+
+    prompt = engine_request(messages=messages).prompt
+
+    assert prompt == ChatPrompt(
+        messages=(
+            {"role": "developer", "content": "Be brief.", "name": "boss"},
+            {"role": "assistant", "content": "", "reasoning_content": "hm"},
+            {"role": "tool", "content": "4", "tool_call_id": "c1"},
+        )
+    )
+
+
+def test_each_prompt_of_a_completion_is_a_call():
+    job = completion_job(prompt=["text", [1, 2]], n=2)
+
+    prompts = [to_generation_request(call).prompt for call in job.calls]
+    assert prompts == [TextPrompt(text="text"), TokenPrompt(token_ids=(1, 2))]
+    assert job.num_choices == 2
+    assert len({call["request_id"] for call in job.calls}) == 2
+
+
+def test_prompts_without_a_seed_draw_one_each_and_a_given_one_is_shared():
+    drawn = completion_job(prompt=["a", "b"])
+    given = completion_job(prompt=["a", "b"], seed=9)
+
+    assert [call["seed"] for call in drawn.calls] == [0, 1]
+    assert [call["seed"] for call in given.calls] == [9, 9]
+
+
+def test_max_completion_tokens_goes_before_max_tokens():
+    assert engine_request(max_tokens=5, max_completion_tokens=7).sampling.max_tokens == 7
+    assert engine_request(max_completion_tokens=7).is_max_tokens_explicit
+
+
+def test_min_tokens_may_exceed_the_default_of_max_tokens():
+    request = engine_request(min_tokens=10_000)
+
+    assert request.sampling.min_tokens == 10_000
+    assert not request.is_max_tokens_explicit
+
+
+def test_top_p_of_zero_is_accepted():
+    assert engine_request(top_p=0).sampling.top_p == 0.0
+
+
+def test_a_range_that_sampling_knows_is_checked_before_anything_is_called():
+    with pytest.raises(InvalidSamplingParamsError) as caught:
+        chat_job(top_p=1.5)
+
+    assert caught.value.param == "top_p"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 20}, 20),
+    ],
+)
+def test_log_probabilities_of_a_chat_are_a_switch_and_a_number(fields, expected):
+    job = chat_job(**fields)
+
+    assert to_generation_request(job.calls[0]).sampling.num_top_logprobs == expected
+    assert job.has_logprobs == (expected is not None)
+
+
+def test_log_probabilities_of_a_completion_are_a_number():
+    assert completion_job(logprobs=0).has_logprobs
+    assert not completion_job().has_logprobs
+
+
+def test_the_job_knows_how_to_answer():
+    job = chat_job(stream=True, stream_options={"include_usage": True}, frobnicate=1)
+
+    assert job.response_id == "chatcmpl-key"
+    assert job.model_id == MODEL_ID
+    assert (job.is_chat, job.is_stream, job.has_stream_usage) == (True, True, True)
+    assert job.prompt_param == "messages"
+    assert job.ignored_fields == ("frobnicate",)
+    assert completion_job().response_id == "cmpl-key"
+    assert completion_job().prompt_param == "prompt"
