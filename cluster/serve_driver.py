@@ -276,7 +276,7 @@ def _end_open_requests(console: Console) -> None:
         console.say(f"open requests are cut: {type(error).__name__}")
         return
     if num_ended := sum(numbers):
-        console.say(f"{num_ended} open requests were ended")
+        console.say(f"open requests ended early: {num_ended}")
     threading.Event().wait(_FLUSH_S)
 
 

@@ -19,7 +19,12 @@ from models.engine.intake import EngineLimits, TextFront
 from models.kv_cache.ledger import BlockManager
 from models.kv_cache.store import KVCachePlan, KVCachePool, plan_kv_cache
 from models.loading.bundled import convert_gguf, ensure_bundled_model
-from models.loading.loader import LoadedModel, load_model
+from models.loading.loader import DTYPES, LoadedModel, load_model
+from models.loading.preflight import (
+    available_host_memory_bytes,
+    check_model_files,
+    locate_model,
+)
 from models.runner.model_runner import ModelRunner
 from models.runner.packed_forward import PackedForward
 from models.runner.row_stability import RowPolicy, make_row_independent
@@ -67,6 +72,14 @@ def build_engine(config: EngineConfig, *, cache_folder: Path, progress: Progress
     """
     torch.set_num_threads(plan_num_threads(config.model))
     path = resolve_model_path(config.model, cache_folder, progress)
+    if Path(path).is_dir():
+        check_model_files(
+            Path(path),
+            dtype=config.model.dtype,
+            device=config.model.device,
+            kv_budget_bytes=config.kv_cache.budget_bytes,
+            available_memory_bytes=available_host_memory_bytes(),
+        )
     loaded = load_model(config.model, path, progress)
     text = Text.load(
         path,
@@ -129,14 +142,17 @@ def resolve_model_path(config: ModelConfig, cache_folder: Path, progress: Progre
     """Return a folder or hub id that transformers reads, converting first where needed.
 
     Raises:
-        ConfigError: the bundled model's package is missing, or a GGUF file cannot be read.
+        ConfigError: there is no such model, the bundled one's package is missing, or a GGUF file
+            cannot be read.
     """
     if not config.path:
         return str(ensure_bundled_model(cache_folder, progress))
-    path = Path(config.path).expanduser()
+    path = locate_model(config.path)
+    if path is None:
+        return config.path
     if path.suffix == ".gguf":
-        return str(convert_gguf(path, cache_folder, progress))
-    return str(path) if path.exists() else config.path
+        return str(convert_gguf(path, cache_folder, progress, dtype=DTYPES[config.dtype]))
+    return str(path)
 
 
 def plan_num_threads(config: ModelConfig) -> int:

@@ -249,6 +249,7 @@ class Engine:
         """Return a snapshot; call it between two steps."""
         return EngineStats(
             num_waiting=self._scheduler.num_waiting,
+            num_waiting_seqs=self._scheduler.num_waiting_seqs,
             num_running=self._scheduler.num_running,
             num_blocks=self._blocks.num_blocks,
             num_free_blocks=self._blocks.num_free_blocks,

@@ -12,7 +12,9 @@ class EngineStats:
     Totals count since the engine was built and never fall.
 
     Attributes:
-        num_waiting: sequences in the waiting queue.
+        num_waiting: requests of which no sequence has run yet; what ``max_num_waiting`` bounds.
+        num_waiting_seqs: sequences in the waiting queue: of those requests, further choices of
+            others, and preempted ones.
         num_running: sequences that take part in steps.
         num_blocks: KV blocks of the pool.
         num_free_blocks: blocks that can be taken now, evictable ones included.
@@ -27,6 +29,7 @@ class EngineStats:
     """
 
     num_waiting: int
+    num_waiting_seqs: int
     num_running: int
     num_blocks: int
     num_free_blocks: int

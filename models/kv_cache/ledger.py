@@ -101,7 +101,7 @@ class BlockManager:
         Args:
             seq_id: must hold nothing yet.
             namespace: where to look for KV that others computed.
-            token_ids: the sequence's tokens; until ``free`` they may only grow.
+            token_ids: the sequence's tokens; over its whole life they may only grow.
             num_tokens_to_cover: the block table will cover positions [0, num_tokens_to_cover).
             num_blocks_to_spare: refuse unless so many blocks can still be had afterwards.
 

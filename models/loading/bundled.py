@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import importlib.util
 import io
@@ -101,7 +102,7 @@ def convert_gguf(
         cache_folder.mkdir(parents=True, exist_ok=True)
         with _locked(cache_folder / ".lock", progress):
             if not folder.is_dir():
-                for leftover in cache_folder.glob(f".{name}.partial-*"):
+                for leftover in cache_folder.glob(f".{glob.escape(name)}.partial-*"):
                     shutil.rmtree(leftover, ignore_errors=True)
                 _convert(gguf_path, folder, progress, dtype=dtype)
     except (OSError, SafetensorError) as error:
@@ -116,7 +117,7 @@ def _convert(
     out_folder: Path,
     progress: Callable[[str], None],
     *,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype,
 ) -> None:
     """Convert a GGUF file to a folder of safetensors, configuration and tokenizer.
 
@@ -198,7 +199,7 @@ def _write_tokenizer(gguf_path: Path, folder: Path) -> str:
             metadata, _ = read_gguf_metadata(str(gguf_path))
             note = _fix_pre_tokenizer(tokenizer, metadata)
             tokenizer.save_pretrained(folder)
-    except Exception as error:
+    except Exception as error:  # the tokenizers library raises no other class
         raise _unreadable(gguf_path, error) from error
     return note
 

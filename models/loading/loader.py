@@ -155,18 +155,26 @@ def _read_config(path: str) -> PreTrainedConfig:
 def _read_weights(path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     try:
         with _quiet():
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            model, info = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype,
                 attn_implementation="eager",
                 use_safetensors=True,
                 trust_remote_code=False,
+                output_loading_info=True,
             )
-        return model.to(device).eval()
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(
             "model", f"'{path}' cannot be loaded as a causal language model: {_first_line(error)}"
         ) from error
+    # transformers fills them with random numbers, which no comparison of the model with itself
+    # could notice.
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(
+            "model", f"'{path}' lacks {len(missing)} weights, the first being {missing[0]}"
+        )
+    served: PreTrainedModel = model.to(device).eval()
+    return served
 
 
 def _device(name: str) -> torch.device:

@@ -99,7 +99,7 @@ def make_row_independent(model: nn.Module, *, max_rows: int) -> RowPolicy:
         key = (*layer.weight.shape, int(isinstance(layer, Conv1D)))
         if key not in tiles:
             width = layer.weight.shape[0 if isinstance(layer, Conv1D) else 1]
-            tiles[key] = stable_rows(layer, width, weight.dtype, limit)
+            tiles[key] = stable_rows(_untiled(layer), width, weight.dtype, limit)
         tile = tiles[key]
         if tile < max_rows:
             layer.__class__ = TiledConv1D if isinstance(layer, Conv1D) else TiledLinear
@@ -155,6 +155,12 @@ def stable_rows(
             return max(tile // 2, SMALL_TILES_ROWS[-1])
     larger = (count for count in LARGE_COUNTS_ROWS if count <= limit)
     return limit if all(is_stable(count) for count in larger) else SMALL_TILES_ROWS[0]
+
+
+def _untiled(layer: nn.Linear | Conv1D) -> Callable[[Tensor], Tensor]:
+    if isinstance(layer, Conv1D):
+        return lambda rows: _conv1d(layer, rows)
+    return lambda rows: functional.linear(rows, layer.weight, layer.bias)
 
 
 def _product_with(weight: Tensor) -> Callable[[Tensor], Tensor]:

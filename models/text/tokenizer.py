@@ -81,7 +81,7 @@ class Text:
             )
         except ConfigError:
             raise
-        except Exception as error:
+        except Exception as error:  # the tokenizers library raises no other class
             raise ConfigError(
                 "model", f"the tokenizer of '{path}' cannot be used: {_first_line(error)}"
             ) from error

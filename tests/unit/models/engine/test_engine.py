@@ -306,7 +306,7 @@ def test_the_statistics_add_up():
     engine = make_engine(num_blocks=64, block_size_tokens=4)
     add(engine, make_request("a", "hello"))
     add(engine, make_request("b", "hi"))
-    assert engine.stats().num_waiting == 2
+    assert (engine.stats().num_waiting, engine.stats().num_waiting_seqs) == (2, 2)
     engine.step()
     assert engine.stats().num_running == 2
     assert engine.stats().kv_used == (64 - engine.stats().num_free_blocks) / 64 > 0

@@ -99,6 +99,7 @@ class Simulation:
         plan = self.scheduler.plan()
         self.check()
         if plan is None:
+            assert not self.scheduler.has_work, "there is work, but nothing is planned"
             return None
         result = self.runner.execute(plan)
         for seq_id in ended_in_flight:
@@ -118,7 +119,6 @@ class Simulation:
         """Step until nothing is left; return the number of steps."""
         for num_steps in range(max_num_steps):
             if self.step() is None:
-                assert not self.scheduler.has_work
                 return num_steps
         raise AssertionError("starved")
 
@@ -171,3 +171,8 @@ def is_complete(sequence: Sequence) -> bool:
 def scheduled_ids(plan) -> list[int]:
     """Return the seq_ids of a plan in packed order."""
     return [scheduled.seq_id for scheduled in plan.sequences]
+
+
+def chunk_sizes(plan) -> dict[int, int]:
+    """Return how many tokens each sequence of a plan runs."""
+    return {scheduled.seq_id: len(scheduled.token_ids) for scheduled in plan.sequences}

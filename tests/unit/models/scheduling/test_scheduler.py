@@ -5,11 +5,12 @@ from models.requests import AdapterRef, PrefixNamespace
 from models.scheduling.sequence import SequenceStatus
 from models.scheduling.step_plan import SampledToken, StepResult
 from tests.fakes import fail_after
-from tests.unit.models.scheduling.simulation import Simulation, is_complete, scheduled_ids
-
-
-def chunk_sizes(plan):
-    return {scheduled.seq_id: len(scheduled.token_ids) for scheduled in plan.sequences}
+from tests.unit.models.scheduling.simulation import (
+    Simulation,
+    chunk_sizes,
+    is_complete,
+    scheduled_ids,
+)
 
 
 def test_a_lone_request_draws_its_tokens():
@@ -110,91 +111,6 @@ def test_admission_leaves_one_more_block_for_every_running_sequence():
     assert fitting.status is SequenceStatus.RUNNING
 
 
-def preempting_simulation():
-    """Return a simulation of three running sequences that will not all find blocks."""
-    simulation = Simulation(num_blocks=12, max_num_batched_tokens=64)
-    sequences = [simulation.add(range(100 * i, 100 * i + 7), 24) for i in range(3)]
-    simulation.step()
-    assert simulation.scheduler.num_running == 3
-    return simulation, sequences
-
-
-def test_the_youngest_is_preempted_first():
-    simulation, (oldest, middle, youngest) = preempting_simulation()
-
-    simulation.step_until_preempted(1)
-    assert youngest.status is SequenceStatus.PREEMPTED
-    simulation.step_until_preempted(2)
-    assert middle.status is SequenceStatus.PREEMPTED
-    assert oldest.status is SequenceStatus.RUNNING
-
-
-def test_preempted_sequences_go_before_waiting_ones_in_the_order_of_age():
-    simulation, (_, middle, youngest) = preempting_simulation()
-    simulation.step_until_preempted(1)
-    waiting = simulation.add([5], 1)
-    simulation.step_until_preempted(2)
-
-    num_plans_before = len(simulation.runner.plans)
-    simulation.run()
-
-    plans = simulation.runner.plans[num_plans_before:]
-    joined = [joining.seq_id for plan in plans for joining in plan.joining]
-    assert joined[:3] == [middle.seq_id, youngest.seq_id, waiting.seq_id]
-
-
-def test_preempted_sequences_end_with_the_tokens_of_an_undisturbed_run():
-    simulation, sequences = preempting_simulation()
-
-    simulation.run()
-
-    assert simulation.scheduler.num_preemptions >= 2
-    assert all(is_complete(sequence) for sequence in sequences)
-    simulation.check_nothing_is_left()
-
-
-def test_a_preempted_sequence_leaves_and_joins_again_with_its_output():
-    simulation, (_, _, youngest) = preempting_simulation()
-    plan = simulation.step_until_preempted(1)
-    output = tuple(youngest.output_token_ids)
-    assert plan.leaving == (youngest.seq_id,)
-    assert youngest.seq_id not in scheduled_ids(plan)
-
-    plan = simulation.step_until(lambda: youngest.status is SequenceStatus.RUNNING)
-
-    assert plan.joining[-1].seq_id == youngest.seq_id
-    assert plan.joining[-1].output_token_ids == output
-    assert len(output) > 0
-
-
-def test_nobody_is_admitted_in_the_step_of_a_preemption():
-    simulation, (_, _, youngest) = preempting_simulation()
-    simulation.add([5], 1)
-
-    plan = simulation.step_until_preempted(1)
-
-    assert youngest.status is SequenceStatus.PREEMPTED
-    assert plan.joining == ()
-
-
-def test_a_preemption_does_not_change_the_number_of_cached_tokens():
-    simulation, sequences = preempting_simulation()
-
-    simulation.run()
-
-    assert simulation.scheduler.num_preemptions > 0
-    assert [sequence.num_cached_tokens for sequence in sequences] == [0, 0, 0]
-
-
-def test_a_sequence_that_outgrows_the_pool_alone_is_an_error():
-    simulation = Simulation(num_blocks=2)
-    sequence = simulation.add(range(4), 4)
-    sequence.params = simulation.make([1], 100)[0].params
-
-    with pytest.raises(OutOfBlocksError):
-        simulation.run()
-
-
 def test_a_cached_prompt_is_computed_only_behind_the_cached_part():
     simulation = Simulation()
     simulation.add(range(13), 1)
@@ -244,74 +160,6 @@ def test_cached_output_does_not_count_as_cached_prompt():
 
     assert plan.sequences[0].start == 12
     assert resumed.num_cached_tokens == 4
-
-
-@pytest.mark.parametrize("is_prefix_caching_enabled", [True, False])
-def test_siblings_share_the_full_blocks_of_the_prompt(is_prefix_caching_enabled):
-    simulation = Simulation(is_prefix_caching_enabled=is_prefix_caching_enabled)
-    sequences = simulation.add_all(range(14), 1, num_choices=4)
-    for sequence in sequences:
-        sequence.params = simulation.make([1], 3)[0].params
-
-    first = simulation.step()
-    second = simulation.step()
-
-    assert chunk_sizes(first) == {0: 14}
-    assert chunk_sizes(second) == {0: 1, 1: 2, 2: 2, 3: 2}
-    simulation.run()
-    assert all(is_complete(sequence) for sequence in sequences)
-    simulation.check_nothing_is_left()
-
-
-def test_siblings_wait_until_a_prompt_of_several_chunks_is_computed():
-    simulation = Simulation(max_num_batched_tokens=8)
-    simulation.add_all(range(20), 2, num_choices=2)
-
-    plans = [simulation.step() for _ in range(4)]
-
-    assert [scheduled_ids(plan) for plan in plans] == [[0], [0], [0], [0, 1]]
-    assert plans[3].sequences[1].start == 16
-
-
-def test_siblings_without_a_full_block_to_share_do_not_wait():
-    simulation = Simulation()
-    simulation.add_all(range(4), 2, num_choices=3)
-
-    assert scheduled_ids(simulation.step()) == [0, 1, 2]
-
-
-def test_siblings_go_before_requests_that_came_later():
-    simulation = Simulation(max_num_seqs=3)
-    simulation.add_all(range(5), 3, num_choices=3)
-    later = simulation.add([50], 1)
-
-    simulation.step()
-    plan = simulation.step()
-
-    assert scheduled_ids(plan) == [0, 1, 2]
-    assert later.status is SequenceStatus.WAITING
-
-
-def test_more_siblings_than_rows_all_finish():
-    simulation = Simulation(max_num_seqs=2, num_blocks=6)
-    sequences = simulation.add_all(range(9), 3, num_choices=7)
-
-    simulation.run()
-
-    assert all(is_complete(sequence) for sequence in sequences)
-
-
-def test_the_next_sibling_leads_if_the_leader_ends_before_the_prompt_is_computed():
-    simulation = Simulation(max_num_batched_tokens=8)
-    leader, second, third = simulation.add_all(range(20), 2, num_choices=3)
-    simulation.step()
-
-    simulation.scheduler.finish(leader.seq_id)
-
-    assert scheduled_ids(simulation.step()) == [second.seq_id]
-    simulation.run()
-    assert is_complete(second)
-    assert is_complete(third)
 
 
 def test_without_prefix_caching_other_requests_share_nothing():
@@ -408,17 +256,6 @@ def test_an_aborted_waiting_request_never_joins():
 
     assert all(joining.seq_id != 1 for plan in simulation.runner.plans for joining in plan.joining)
     assert all(1 not in plan.leaving for plan in simulation.runner.plans)
-
-
-def test_an_aborted_preempted_request_never_joins_again():
-    simulation, (_, _, youngest) = preempting_simulation()
-    simulation.step_until_preempted(1)
-
-    simulation.scheduler.abort_group(youngest.request_id)
-
-    assert youngest.status is SequenceStatus.FINISHED
-    simulation.run()
-    simulation.check_nothing_is_left()
 
 
 def test_ending_twice_has_no_effect():

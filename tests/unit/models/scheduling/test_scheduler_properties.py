@@ -182,17 +182,6 @@ def test_sequences_are_first_admitted_in_the_order_of_arrival(scenario):
 
 @settings(max_examples=60, deadline=None)
 @given(SCENARIOS)
-def test_every_step_of_a_busy_scheduler_runs_something(scenario):
-    run = Run(scenario)
-
-    for _ in range(40):
-        plan = run.step()
-
-        assert plan is not None or not run.simulation.scheduler.has_work
-
-
-@settings(max_examples=60, deadline=None)
-@given(SCENARIOS)
 def test_a_decode_gets_a_token_in_every_step_unless_it_is_preempted(scenario):
     run = Run(scenario)
 

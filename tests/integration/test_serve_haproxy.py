@@ -1,0 +1,127 @@
+"""The same service where HAProxy stands in for Serve's own proxy."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.integration.tiny_service_model import TINY_ID
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT_S = 60
+
+
+class ServingProcess:
+    """The process, its address, and what it says of its engine."""
+
+    def __init__(self, process):
+        self._process = process
+        self.url = self._read("url:")
+
+    def stats(self):
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return json.loads(self._read("stats:"))
+
+    def _read(self, mark):
+        for line in self._process.stdout:
+            if line.startswith(mark):
+                return line.removeprefix(mark).strip()
+        raise AssertionError("the serving process ended")
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory):
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tests.integration.serving_process",
+            tmp_path_factory.mktemp("tiny"),
+        ],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+        },
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        yield ServingProcess(process)
+        process.stdin.close()
+        process.wait(timeout=LIMIT_S)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture
+def client(serving):
+    with openai.OpenAI(
+        base_url=f"{serving.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S
+    ) as opened:
+        yield opened
+
+
+def complete(client, **fields):
+    return client.completions.create(
+        model=TINY_ID,
+        prompt="abc",
+        temperature=0,
+        extra_body={"ignore_eos": True},
+        **{"max_tokens": 30, **fields},
+    )
+
+
+def test_a_stream_has_the_text_of_the_whole_answer(client):
+    whole = complete(client)
+
+    chunks = list(complete(client, stream=True))
+
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_errors_keep_their_status_and_shape(serving, client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(client, max_tokens=10**6)
+    assert caught.value.body["code"] == "context_length_exceeded"
+    missing = httpx.get(f"{serving.url}/nothing", timeout=LIMIT_S)
+    assert missing.json()["error"]["code"] == "not_found"
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_leaves_frees_its_place(serving, is_stream):
+    body = {
+        "model": TINY_ID,
+        "prompt": "abc",
+        "max_tokens": 4000,
+        "ignore_eos": True,
+        "stream": is_stream,
+    }
+    with httpx.Client(timeout=httpx.Timeout(LIMIT_S, read=1.0)) as leaving:
+        if is_stream:
+            with leaving.stream("POST", f"{serving.url}/v1/completions", json=body) as response:
+                next(response.iter_lines())
+                assert serving.stats()["num_running"] == 1
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                leaving.post(f"{serving.url}/v1/completions", json=body)
+
+    end_s = time.monotonic() + 10
+    while (stats := serving.stats())["num_running"]:
+        assert time.monotonic() < end_s, stats
+        time.sleep(0.05)
