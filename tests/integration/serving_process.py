@@ -25,9 +25,14 @@ def main() -> None:
         "shutdown_grace_s": 1.0,
     }
     with run_service(arguments) as service:
-        print("url:", service.url, flush=True)
+        _say("url", service.url)
         for _ in sys.stdin:
-            print("stats:", json.dumps(service.stats(TINY_ID)), flush=True)
+            _say("stats", json.dumps(service.stats(TINY_ID)))
+
+
+def _say(mark: str, text: str) -> None:
+    sys.stdout.write(f"{mark}: {text}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

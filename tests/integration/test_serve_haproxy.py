@@ -76,6 +76,13 @@ def client(serving):
         yield opened
 
 
+def wait_for_running(serving, num_running):
+    end_s = time.monotonic() + 10
+    while (stats := serving.stats())["num_running"] != num_running:
+        assert time.monotonic() < end_s, stats
+        time.sleep(0.02)
+
+
 def complete(client, **fields):
     return client.completions.create(
         model=TINY_ID,
@@ -116,12 +123,9 @@ def test_a_client_that_leaves_frees_its_place(serving, is_stream):
         if is_stream:
             with leaving.stream("POST", f"{serving.url}/v1/completions", json=body) as response:
                 next(response.iter_lines())
-                assert serving.stats()["num_running"] == 1
+                wait_for_running(serving, 1)
         else:
             with pytest.raises(httpx.ReadTimeout):
                 leaving.post(f"{serving.url}/v1/completions", json=body)
 
-    end_s = time.monotonic() + 10
-    while (stats := serving.stats())["num_running"]:
-        assert time.monotonic() < end_s, stats
-        time.sleep(0.05)
+    wait_for_running(serving, 0)
