@@ -127,6 +127,7 @@ def _serve(order: LaunchOrder, config: ServiceConfig, console: Console) -> None:
     console.say("starting Ray")
     # Ray takes seconds to import, and is not needed to refuse a bad configuration.
     import ray
+
     from deployments.app import build_app
 
     application = build_app(config)

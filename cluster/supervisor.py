@@ -7,6 +7,7 @@ process, which then asks the child to end. Knows nothing of Ray or Serve.
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import signal
 import socket
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
-from cluster.process_tree import adopt_orphans, end_remaining
+from cluster.process_tree import MakeWatch, adopt_orphans, end_remaining
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INTERRUPTED_STATUS = 130
@@ -24,12 +25,15 @@ INTERRUPTED_STATUS = 130
 _SAME_REQUEST_S = 0.5
 # What an orderly child leaves behind is gone within this time.
 _PATIENCE_S = 1.0
+_PARENT_POLL_S = 0.5
 
 
 class StopSignals:
     """Counts requests to stop, from the moment it is made.
 
     A signal that the parent had ignored (a shell does so to what it starts with ``&``) counts too.
+
+    So does one that only the parent got and keeps to itself (``make`` does).
 
     Owner: the main thread.
     """
@@ -42,28 +46,37 @@ class StopSignals:
         """
         self._clock = clock
         self._last_s = -_SAME_REQUEST_S
+        self._parent = MakeWatch(os.getppid(), STOP_SIGNALS)
         self.num_requests = 0
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
-            signal.signal(number, self._count)
+            signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         # A handler must exist for the end of a child to wake ``wait``.
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
 
     def wait(self, timeout_s: float | None) -> None:
-        """Sleep until a signal arrives.
+        """Sleep until a signal arrives, or less.
 
         Args:
-            timeout_s: seconds at most; None waits for ever.
+            timeout_s: seconds at most; None names no limit.
         """
+        is_parent_watched = self._parent.is_useful and not self.num_requests
+        if is_parent_watched:
+            timeout_s = _PARENT_POLL_S if timeout_s is None else min(timeout_s, _PARENT_POLL_S)
         readable, _, _ = select.select([self._woken], [], [], timeout_s)
         if readable:
             self._woken.recv(4096)
+        elif is_parent_watched and self._parent.is_ending():
+            self._count()
 
-    def _count(self, _number: int, _frame: FrameType | None) -> None:
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        self._count()
+
+    def _count(self) -> None:
         now_s = self._clock()
         if now_s - self._last_s >= _SAME_REQUEST_S:
             self.num_requests += 1

@@ -122,7 +122,8 @@ def test_a_client_that_leaves_frees_its_place(serving, is_stream):
     with httpx.Client(timeout=httpx.Timeout(LIMIT_S, read=1.0)) as leaving:
         if is_stream:
             with leaving.stream("POST", f"{serving.url}/v1/completions", json=body) as response:
-                next(response.iter_lines())
+                lines = response.iter_lines()
+                next(lines)
                 wait_for_running(serving, 1)
         else:
             with pytest.raises(httpx.ReadTimeout):

@@ -1,6 +1,7 @@
 """The supervisor in a process of its own, over small children that need no Ray."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -175,6 +176,31 @@ def test_a_terminals_signal_to_the_whole_group_reaches_the_child_only_through_th
 
     assert "child ends in order" in output
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_a_signal_that_only_make_got_ends_the_child_in_order(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "supervisor.py").write_text(_SUPERVISOR)
+    (tmp_path / "Makefile").write_text(
+        f"all:\n\t@exec {sys.executable} supervisor.py '$(CHILD)' {_LIMIT_S}\n"
+    )
+    child = _ORDERLY.strip().replace("\n", "; ").replace("$", "$$").replace("'", '"')
+    with subprocess.Popen(
+        ["make", f"CHILD={child}"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as make:
+        _read_until(make, "child ready")
+
+        make.send_signal(number)
+        output, _ = make.communicate(timeout=_LIMIT_S)
+
+    assert "child ends in order" in output
 
 
 def test_no_descendant_is_left_when_the_child_ends_by_itself(start: Start) -> None:

@@ -1,0 +1,14 @@
+"""Options of ``make bench``."""
+
+import pytest
+
+PARTS = ("engine", "http", "start")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("benchmarks")
+    group.addoption(
+        "--bench-parts", default=",".join(PARTS), help=f"what to measure, of {', '.join(PARTS)}"
+    )
+    group.addoption("--bench-save", action="store_true", help="also write docs/benchmarks.md")
+    group.addoption("--bench-quick", action="store_true", help="little work: figures mean nothing")
