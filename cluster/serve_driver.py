@@ -32,7 +32,7 @@ PROGRESS_MARK = "progress: "
 # Messages go from process to process by gRPC; only what Ray itself stores needs this memory.
 _OBJECT_STORE_BYTES = 128 << 20
 _POLL_S = 0.25
-_HEARTBEAT_S = 5.0
+_HEARTBEAT_S = 10.0
 _HTTP_TIMEOUT_S = 10.0
 # Of the 10 s that a stop may take: what open requests get to finish, ...
 _GRACE_S = 2.0

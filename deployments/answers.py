@@ -9,6 +9,9 @@ from deployments.records import DeltaRecord, LogprobRecord, Message, UsageRecord
 from deployments.responses import ChoiceResult, Reply
 from models.errors import SequenceFailedError
 
+# None: the choice goes on.
+_COMPLETE_REASONS = (None, "stop", "length")
+
 EventT = TypeVar("EventT")
 EventT_co = TypeVar("EventT_co", covariant=True)
 
@@ -51,7 +54,7 @@ class _Progress:
         deltas = []
         for record in message:
             if record["kind"] == "delta":
-                if record["finish_reason"] == "error":
+                if record["finish_reason"] not in _COMPLETE_REASONS:
                     raise SequenceFailedError("a choice could not go on")
                 self._num_open_choices -= record["finish_reason"] is not None
                 deltas.append((prompt_index * self._num_choices + record["choice"], record))

@@ -45,22 +45,26 @@ class Generation:
     """
 
     def __init__(self, handle: GenerateHandle, calls: Sequence[GenerationCall]) -> None:
-        """Open the streams.
+        """Call nobody yet.
 
         Args:
             handle: the model's.
             calls: one per prompt, at least one.
         """
-        self._streams = [handle.remote(call) for call in calls]
+        self._handle = handle
+        self._calls = calls
+        self._streams: list[ReplicaStream] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._end: Exception | None = None
 
     async def admit(self) -> AdmissionRecord:
-        """Wait until every prompt has been admitted; return the first one's record.
+        """Open the streams and wait until every prompt is admitted; return the first's record.
 
         Raises:
             ModelServiceError, SamplingError: one of them was refused.
         """
+        for call in self._calls:
+            self._streams.append(self._handle.remote(call))
         firsts = await asyncio.gather(*(self._next(stream) for stream in self._streams))
         for first in firsts:
             if first is None or first[0]["kind"] != "admission":

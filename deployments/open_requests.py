@@ -15,7 +15,7 @@ _LAST_EVENT_S = 1.0
 
 
 class OpenRequests:
-    """Opens generations until told to stop, and knows which are open.
+    """Holds generations until told to stop, and knows which are open.
 
     Owner: the ingress's event loop.
     """
@@ -25,9 +25,18 @@ class OpenRequests:
         self._is_draining = False
         self._all_closed = asyncio.Event()
 
+    def check_open(self) -> None:
+        """Check that requests are taken.
+
+        Raises:
+            DrainingError: this replica stops.
+        """
+        if self._is_draining:
+            raise DrainingError
+
     @contextlib.contextmanager
     def open(self, handle: GenerateHandle, calls: Sequence[GenerationCall]) -> Iterator[Generation]:
-        """Open a generation and cancel it at the end, however that comes.
+        """Hold a generation and cancel it at the end, however that comes.
 
         Args:
             handle: the model's.
@@ -36,8 +45,7 @@ class OpenRequests:
         Raises:
             DrainingError: this replica stops.
         """
-        if self._is_draining:
-            raise DrainingError
+        self.check_open()
         generation = Generation(handle, calls)
         self._open.add(generation)
         try:

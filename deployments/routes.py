@@ -21,7 +21,6 @@ from deployments.http_io import (
     read_json,
 )
 from deployments.service import GenerationService
-from models.errors import EngineDeadError
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -62,8 +61,7 @@ class _Routes:
         return make_json_response(self._service.get_model(request.path_params["model_id"]))
 
     async def get_health(self, _request: Request) -> ASGIApp:
-        if unreachable := await self._service.find_unreachable():
-            raise EngineDeadError(f"no replica answers for {', '.join(unreachable)}")
+        await self._service.check_health()
         return make_json_response({"status": "ok"})
 
     async def _generate(self, request: Request, *, is_chat: bool) -> ASGIApp:

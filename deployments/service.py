@@ -17,7 +17,7 @@ from deployments.records import AdmissionRecord
 from deployments.responses import Event, Reply, ReplyHead, make_fingerprint, make_reply
 from deployments.translate import Job, make_chat_job, make_completion_job
 from deployments.wire import parse_chat_request, parse_completion_request
-from models.errors import ModelNotFoundError
+from models.errors import EngineDeadError, ModelNotFoundError
 
 _HEALTH_TIMEOUT_S = 5.0
 
@@ -111,7 +111,7 @@ class GenerationService:
         return job
 
     def open(self, job: Job) -> AbstractContextManager[Generation]:
-        """Call the model's replicas; the calls are cancelled when the context is left.
+        """Prepare the calls of a job; they are cancelled when the context is left.
 
         Raises:
             DrainingError: this replica stops.
@@ -188,17 +188,25 @@ class GenerationService:
             "parent": None,
         }
 
-    async def find_unreachable(self) -> tuple[str, ...]:
-        """Return the models of which no replica answers in time."""
+    async def check_health(self) -> None:
+        """Check that requests would be served.
+
+        Raises:
+            DrainingError: this replica stops.
+            EngineDeadError: no replica of some model answers in time.
+        """
+        self._open_requests.check_open()
         answers = await asyncio.gather(
             *(asyncio.wait_for(_ask(handle), _HEALTH_TIMEOUT_S) for handle in self._ping.values()),
             return_exceptions=True,
         )
-        return tuple(
+        unreachable = [
             model_id
             for model_id, answer in zip(self._ping, answers, strict=True)
             if isinstance(answer, Exception)
-        )
+        ]
+        if unreachable:
+            raise EngineDeadError(f"no replica answers for {', '.join(unreachable)}")
 
     async def drain(self, grace_s: float) -> int:
         """Refuse new requests and end the open ones in order; return how many were cut."""

@@ -72,7 +72,7 @@ def build_engine(config: EngineConfig, *, cache_folder: Path, progress: Progress
     """
     torch.set_num_threads(plan_num_threads(config.model))
     path = resolve_model_path(config.model, cache_folder, progress)
-    if Path(path).is_dir():
+    if Path(path).exists():
         check_model_files(
             Path(path),
             dtype=config.model.dtype,
@@ -165,10 +165,17 @@ def describe_numerics(loaded: LoadedModel, policy: RowPolicy) -> str:
     device = loaded.model.device
     if device.type == "cpu":
         hardware = (
-            f"cpu-{torch.backends.cpu.get_cpu_capability()}"
+            f"cpu-{torch.backends.cpu.get_cpu_capability()}-{_matrix_unit()}"
             f"-tile{policy.smallest_tile_rows}-threads{torch.get_num_threads()}"
         )
     else:
         hardware = torch.cuda.get_device_name(device).replace(" ", "-")
     dtype = str(loaded.dtype).removeprefix("torch.")
     return f"torch-{torch.__version__.split('+')[0]}/{hardware}/{dtype}"
+
+
+def _matrix_unit() -> str:
+    """Name what multiplies bfloat16 matrices; processors of one vector width differ in it."""
+    capabilities = torch.cpu.get_capabilities()
+    units = ("amx_bf16", "avx512_bf16", "bf16")
+    return next((unit for unit in units if capabilities.get(unit)), "vector")

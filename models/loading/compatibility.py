@@ -21,6 +21,10 @@ def check_config(config: PreTrainedConfig) -> None:
         ConfigError: naming the property.
     """
     name = config.model_type
+    if config.get_text_config() is not config:
+        raise ConfigError(
+            "model", f"'{name}' is made of several models; only pure text models can be served"
+        )
     if not getattr(config, "is_causal", True) or getattr(
         config, "use_bidirectional_attention", False
     ):
@@ -29,10 +33,18 @@ def check_config(config: PreTrainedConfig) -> None:
         raise ConfigError("model", f"'{name}' is an encoder-decoder model, not a decoder alone")
     layer_types = set(getattr(config, "layer_types", None) or ())
     if unknown := sorted(layer_types - SERVED_LAYER_TYPES):
-        raise ConfigError("model", f"'{name}' has layers of type {', '.join(unknown)}")
+        raise ConfigError(
+            "model", f"'{name}' has layers of type {', '.join(unknown)}, which cannot be served"
+        )
     if getattr(config, "num_kv_shared_layers", 0):
-        raise ConfigError("model", f"'{name}' shares keys and values between layers")
+        raise ConfigError(
+            "model", f"'{name}' shares keys and values between layers, which cannot be served"
+        )
     for rope in _rope_parameters(config):
+        if rope.get("rope_type") == "longrope" and rope is not config.rope_parameters:
+            raise ConfigError(
+                "model", f"'{name}' has longrope in some of its layers only, which cannot be fixed"
+            )
         if rope.get("rope_type") == "dynamic":
             raise ConfigError(
                 "model",
@@ -48,9 +60,13 @@ def check_class(model_class: type[PreTrainedModel]) -> None:
     """
     name = model_class.__name__
     if getattr(model_class, "_is_stateful", False):
-        raise ConfigError("model", f"{name} keeps a state besides keys and values")
+        raise ConfigError(
+            "model", f"{name} keeps a state besides keys and values, which cannot be served"
+        )
     if not getattr(model_class, "_supports_attention_backend", False):
-        raise ConfigError("model", f"{name} does not support attention backends")
+        raise ConfigError(
+            "model", f"{name} computes attention in a way of its own, which cannot be served"
+        )
 
 
 def fix_longrope(model: PreTrainedModel, max_model_len_tokens: int) -> None:

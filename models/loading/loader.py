@@ -68,7 +68,7 @@ def load_model(config: ModelConfig, path: str, progress: Callable[[str], None]) 
     return LoadedModel(
         model=model,
         layers=tuple(discover_layers(model)),
-        vocabulary_size=model.get_output_embeddings().weight.shape[0],
+        vocabulary_size=_vocabulary_size(model),
         max_model_len_tokens=window,
         dtype=dtype,
     )
@@ -98,13 +98,20 @@ def discover_layers(model: PreTrainedModel) -> list[LayerShape]:
     """Run one token through the model and note what each attention layer hands over.
 
     Raises:
-        ConfigError: a layer does not call the attention interface, two layers share one index, or
-            a keyword is not understood.
+        ConfigError: a layer does not call the attention interface, two layers share one index, a
+            keyword is not understood, or the model does not run at all.
     """
     recorder = _Recorder()
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    with torch.inference_mode(), attention_of(model, recorder):
-        model(input_ids=token, position_ids=token, use_cache=False)
+    try:
+        with torch.inference_mode(), attention_of(model, recorder):
+            model(input_ids=token, position_ids=token, use_cache=False)
+    except ConfigError:
+        raise
+    except Exception as error:  # code of a hundred architectures
+        raise ConfigError(
+            "model", f"{type(model).__name__} cannot run packed tokens: {_first_line(error)}"
+        ) from error
     count = len(recorder.shapes)
     expected = model.config.num_hidden_layers
     if count != expected or set(recorder.shapes) != set(range(count)):
@@ -148,7 +155,7 @@ def _read_config(path: str) -> PreTrainedConfig:
     try:
         with _quiet():
             return AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers and its libraries share no class
         raise ConfigError("model", f"'{path}' cannot be read: {_first_line(error)}") from error
 
 
@@ -162,19 +169,47 @@ def _read_weights(path: str, dtype: torch.dtype, device: torch.device) -> PreTra
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                # Reported below, by name.
+                ignore_mismatched_sizes=True,
             )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        served: PreTrainedModel = model.to(device).eval()
+    except Exception as error:  # transformers and its libraries share no class
         raise ConfigError(
             "model", f"'{path}' cannot be loaded as a causal language model: {_first_line(error)}"
         ) from error
-    # transformers fills them with random numbers, which no comparison of the model with itself
-    # could notice.
+    # transformers fills both kinds with random numbers, which no comparison of the model with
+    # itself could notice.
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(
-            "model", f"'{path}' lacks {len(missing)} weights, the first being {missing[0]}"
+            "model", f"'{path}' lacks {len(missing)} of its weights, the first being {missing[0]}"
         )
-    served: PreTrainedModel = model.to(device).eval()
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, stored, configured = mismatched[0]
+        raise ConfigError(
+            "model",
+            f"'{path}' has weights that its configuration contradicts: {name} is "
+            f"{list(stored)}, not {list(configured)}",
+        )
     return served
+
+
+def _vocabulary_size(model: PreTrainedModel) -> int:
+    """Return the rows of the output head.
+
+    Raises:
+        ConfigError: there is no head, or it can name tokens that cannot be read back.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ConfigError("model", f"{type(model).__name__} has no output head")
+    num_rows = int(head.weight.shape[0])
+    num_readable = model.get_input_embeddings().weight.shape[0]
+    if num_rows > num_readable:
+        raise ConfigError(
+            "model",
+            f"{type(model).__name__} can draw {num_rows} tokens, but reads {num_readable} only",
+        )
+    return num_rows
 
 
 def _device(name: str) -> torch.device:
@@ -184,23 +219,32 @@ def _device(name: str) -> torch.device:
         raise ConfigError("device", f"'{name}' is not a device") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", f"'{name}': no GPU is available here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError("device", f"'{name}': there are {torch.cuda.device_count()} GPUs here")
     if device.type not in {"cpu", "cuda"}:
         raise ConfigError("device", f"'{name}' is neither cpu nor cuda")
     return device
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", maxsplit=1)[0]
+    if isinstance(error, KeyError):
+        return f"{error} is not known"
+    lines = str(error).strip().split("\n")
+    # A heading says nothing without its next line.
+    wanted = lines[: 2 if lines[0].endswith(":") else 1]
+    return " ".join(line.strip() for line in wanted) or type(error).__name__
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep transformers' bars and warnings off the terminal while loading."""
     verbosity = transformers_logging.get_verbosity()
+    had_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         transformers_logging.set_verbosity(verbosity)
-        transformers_logging.enable_progress_bar()
+        if had_bars:
+            transformers_logging.enable_progress_bar()

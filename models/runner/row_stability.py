@@ -22,6 +22,10 @@ ROW_MULTIPLE = 8
 LARGEST_TILE_ROWS = 256
 SMALL_TILES_ROWS = (32, 16, 8)
 LARGE_COUNTS_ROWS = (40, 64, 96, 128, 192, 256)
+# Another order of summation shows in about one element of 20,000: narrow products need more rows
+# before their equality says anything.
+MIN_COMPARED_ELEMENTS = 200_000
+MAX_COMPARED_ROWS = 8192
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,6 +77,10 @@ class TiledConv1D(Conv1D):  # type: ignore[misc]
         )
 
 
+# Exactly these: a subclass may compute something else (the router of phimoe does).
+_LINEAR_CLASSES = (nn.Linear, TiledLinear, Conv1D, TiledConv1D)
+
+
 def _conv1d(layer: Conv1D, x: Tensor) -> Tensor:
     output: Tensor = Conv1D.forward(layer, x)
     return output
@@ -93,27 +101,38 @@ def make_row_independent(model: nn.Module, *, max_rows: int) -> RowPolicy:
     if weight.dtype == torch.float32:
         return RowPolicy(ROW_MULTIPLE, max_forward_rows=0, smallest_tile_rows=0)
     limit = min(LARGEST_TILE_ROWS, -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE)
-    tiles: dict[tuple[int, ...], int] = {}
+    tiles: dict[tuple[object, ...], int] = {}
     smallest = 0
     for layer in _linear_layers(model):
-        key = (*layer.weight.shape, int(isinstance(layer, Conv1D)))
+        is_transposed = isinstance(layer, Conv1D)
+        # Some routers stay in float32 in a model of another dtype.
+        dtype = layer.weight.dtype
+        key = (*layer.weight.shape, dtype, layer.bias is None, is_transposed)
         if key not in tiles:
-            width = layer.weight.shape[0 if isinstance(layer, Conv1D) else 1]
-            tiles[key] = stable_rows(_untiled(layer), width, weight.dtype, limit)
+            width = layer.weight.shape[0 if is_transposed else 1]
+            tiles[key] = stable_rows(_untiled(layer), width, dtype, limit)
         tile = tiles[key]
         if tile < max_rows:
-            layer.__class__ = TiledConv1D if isinstance(layer, Conv1D) else TiledLinear
+            layer.__class__ = TiledConv1D if is_transposed else TiledLinear
             layer.tile_rows = tile
             smallest = min(smallest or tile, tile)
     forward_rows = 0
     for stack in _foreign_weights(model):
         matrix = stack.flatten(0, -3)[0] if stack.dim() > 2 else stack
-        rows = stable_rows(_product_with(matrix), matrix.shape[1], weight.dtype, limit, multiple=1)
+        rows = stable_rows(
+            _product_with(matrix),
+            matrix.shape[1],
+            matrix.dtype,
+            limit,
+            # An expert gets any number of rows, a router all of the padded ones.
+            multiple=1 if stack.dim() > 2 else ROW_MULTIPLE,
+        )
         if rows < max_rows:
             forward_rows = min(forward_rows or rows, rows)
     return RowPolicy(ROW_MULTIPLE, forward_rows, smallest)
 
 
+@torch.inference_mode()
 def stable_rows(
     product: Callable[[Tensor], Tensor],
     width: int,
@@ -136,25 +155,30 @@ def stable_rows(
         multiple: which numbers of rows occur.
 
     Returns:
-        ``limit`` or one of SMALL_TILES_ROWS.
+        ``limit``, one of SMALL_TILES_ROWS, or 1 if not even all numbers below 8 agree.
     """
+    smallest = SMALL_TILES_ROWS[-1]
+    num_columns = product(torch.zeros(smallest, width, dtype=dtype)).shape[-1]
+    num_rows = min(MAX_COMPARED_ROWS, -(-MIN_COMPARED_ELEMENTS // num_columns))
+    num_rows = max(limit, SMALL_TILES_ROWS[0], -(-num_rows // smallest) * smallest)
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(max(limit, SMALL_TILES_ROWS[0]), width, generator=generator).to(dtype)
-    tiles = torch.split(rows, SMALL_TILES_ROWS[-1])
-    expected = torch.cat([product(tile) for tile in tiles])
+    rows = torch.randn(num_rows, width, generator=generator).to(dtype)
+    expected = torch.cat([product(tile) for tile in torch.split(rows, smallest)])
 
-    def is_stable(num_rows: int) -> bool:
-        ends = (num_rows, len(rows))  # at the front and at the back
+    def is_stable(count: int) -> bool:
+        num_slices = max(2, -(-MIN_COMPARED_ELEMENTS // (count * num_columns)))
+        starts = range(0, num_rows - count + 1, count)[: num_slices - 1]
         return all(
-            torch.equal(product(rows[end - num_rows : end]), expected[end - num_rows : end])
-            for end in ends
+            torch.equal(product(rows[start : start + count]), expected[start : start + count])
+            for start in (*starts, num_rows - count)
         )
 
     for tile in reversed(SMALL_TILES_ROWS):
         if not all(is_stable(count) for count in range(multiple, tile + 1, multiple)):
-            return max(tile // 2, SMALL_TILES_ROWS[-1])
-    larger = (count for count in LARGE_COUNTS_ROWS if count <= limit)
-    return limit if all(is_stable(count) for count in larger) else SMALL_TILES_ROWS[0]
+            return tile // 2 if tile > smallest else 1
+    larger = sorted({*LARGE_COUNTS_ROWS, limit} - set(SMALL_TILES_ROWS))
+    is_flat = all(is_stable(count) for count in larger if count <= limit)
+    return limit if is_flat else SMALL_TILES_ROWS[0]
 
 
 def _untiled(layer: nn.Linear | Conv1D) -> Callable[[Tensor], Tensor]:
@@ -169,17 +193,18 @@ def _product_with(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 def _linear_layers(model: nn.Module) -> Iterator[nn.Linear | Conv1D]:
     for module in model.modules():
-        if isinstance(module, nn.Linear | Conv1D):
+        if type(module) in _LINEAR_CLASSES:
             yield module
 
 
 def _foreign_weights(model: nn.Module) -> Iterator[Tensor]:
     """Yield matrices that are not the weight of a linear layer or an embedding, one per shape."""
-    seen: set[tuple[int, ...]] = set()
+    seen: set[tuple[object, ...]] = set()
     for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding | Conv1D):
+        if type(module) in _LINEAR_CLASSES or isinstance(module, nn.Embedding):
             continue
         for parameter in module.parameters(recurse=False):
-            if parameter.dim() >= 2 and tuple(parameter.shape) not in seen:
-                seen.add(tuple(parameter.shape))
+            key = (*parameter.shape, parameter.dtype)
+            if parameter.dim() >= 2 and key not in seen:
+                seen.add(key)
                 yield parameter

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -28,14 +30,14 @@ def check_model(
     Args:
         model: with our backend attached.
         forward: through the same backend.
-        pool: at least one block per CHUNK tokens of LENGTHS is not needed; two tables are.
+        pool: has room for both sequences.
         name: for the message.
 
     Returns:
         The largest relative error of the two sequences.
 
     Raises:
-        ConfigError: the results differ, or are not numbers.
+        ConfigError: the results differ, are not numbers, or the pool is too small to tell.
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
@@ -43,15 +45,14 @@ def check_model(
         torch.randint(vocabulary_size, (length,), generator=generator).tolist()
         for length in LENGTHS
     ]
-    tables = _tables(pool)
-    if tables is None:
-        return 0.0
-    chunked = _run_chunked(forward, prompts, tables)
+    chunked = _run_chunked(forward, prompts, _tables(pool))
     worst = 0.0
     for prompt, logits in zip(prompts, chunked, strict=True):
         expected = _own_forward(model, prompt)
         error = float((logits - expected).norm() / expected.norm())
-        worst = max(worst, error if error == error else float("inf"))
+        if not math.isfinite(error):
+            raise ConfigError("model", f"'{name}' is not served: its logits are not finite numbers")
+        worst = max(worst, error)
     if worst > TOLERANCE[model.dtype]:
         raise ConfigError(
             "model",
@@ -61,11 +62,15 @@ def check_model(
     return worst
 
 
-def _tables(pool: KVCachePool) -> list[tuple[int, ...]] | None:
+def _tables(pool: KVCachePool) -> list[tuple[int, ...]]:
     size = pool.plan.block_size_tokens
     needed = [-(-length // size) for length in LENGTHS]
     if sum(needed) > pool.plan.num_blocks:
-        return None
+        raise ConfigError(
+            "kv_budget_bytes",
+            f"{pool.plan.num_blocks} KV blocks of {size} tokens are too few; "
+            f"a check at the start needs {sum(needed)}",
+        )
     return [tuple(range(needed[0])), tuple(range(needed[0], sum(needed)))]
 
 

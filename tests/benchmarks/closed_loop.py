@@ -68,7 +68,8 @@ async def run_closed_loop(
 
     async def work() -> None:
         for prompt in waiting:
-            answers.append(await ask(prompt))
+            answer = await ask(prompt)
+            answers.append(answer)
 
     started_at_s = clock()
     await asyncio.gather(*(work() for _ in range(num_clients)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -109,7 +110,7 @@ def summarize_decode_steps(
 
     pairs = [
         (record, following)
-        for record, following in zip(records, records[1:], strict=False)
+        for record, following in itertools.pairwise(records)
         if is_wanted(record) and is_wanted(following)
     ]
     if not pairs:

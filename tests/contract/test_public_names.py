@@ -2,6 +2,8 @@
 
 import inspect
 
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+
 from deployments.app import build_app
 from deployments.config import ServiceConfig
 from deployments.ingress import Ingress
@@ -43,10 +45,13 @@ BUILDER_ARGUMENTS = {
 }
 
 
-def test_serve_can_call_the_builder():
-    (parameter,) = inspect.signature(build_app, eval_str=True).parameters.values()
+def test_serve_makes_the_configuration_of_the_arguments_of_a_command_line():
+    app = call_user_app_builder_with_args_if_necessary(
+        build_app, {"model_id": "x", "replicas": "2"}
+    )
 
-    assert parameter.annotation is ServiceConfig
+    _, models = app._bound_deployment.init_args
+    assert models["x"]._bound_deployment.num_replicas == 2
 
 
 def test_the_arguments_of_the_builder_are_the_documented_ones():

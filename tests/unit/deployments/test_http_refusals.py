@@ -374,3 +374,20 @@ async def test_one_bad_request_leaves_the_next_ones_alone():
     assert (bad.status_code, good.status_code) == (400, 200)
     assert isinstance(good, httpx.Response)
     assert good.json()["model"] == MODEL_ID
+
+
+async def test_a_call_that_cannot_be_made_cancels_the_ones_before_it():
+    ingress, handle = make_ingress()
+    make_stream = handle.remote
+
+    def remote(call):
+        if handle.streams:
+            raise ActorDiedError
+        return make_stream(call)
+
+    handle.remote = remote
+    async with open_client(ingress) as client:
+        response = await client.post(COMPLETIONS, json=completion_body(prompt=["a", "b"]))
+
+    assert response.status_code >= 500
+    assert [stream.is_cancelled for stream in handle.streams] == [True]

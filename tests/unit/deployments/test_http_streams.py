@@ -257,7 +257,9 @@ async def test_draining_refuses_new_requests_with_a_503():
 
     async with open_client(ingress) as client:
         response = await client.post(CHAT, json=chat_body())
+        health = await client.get("/health")
     assert num_cut == 0
+    assert health.status_code == 503
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "draining"
     assert handle.calls == []
@@ -326,3 +328,26 @@ async def test_draining_ends_the_streams_of_handles_with_the_error():
 
     with pytest.raises(DrainingError):
         await waiting
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_prompt_that_fails_behind_its_first_token_ends_the_whole_request(is_stream):
+    async def script(call):
+        yield [admission()]
+        yield [delta("Hello")]
+        if call["prompt"]["text"] == "bad":
+            raise QueueFullError(1, 1)
+        await asyncio.sleep(3600)
+
+    ingress, handle = make_ingress(script)
+    body = completion_body(prompt=["good", "bad"], stream=is_stream)
+    async with open_client(ingress) as client:
+        response = await client.post(COMPLETIONS, json=body)
+
+    if is_stream:
+        events, is_complete = read_json_events(response.text)
+        assert not is_complete
+        assert events[-1]["error"]["code"] == "queue_full"
+    else:
+        assert response.status_code == 429
+    assert [stream.is_cancelled for stream in handle.streams] == [True, True]
