@@ -26,6 +26,7 @@ from models.loading.preflight import (
     locate_model,
 )
 from models.runner.model_runner import ModelRunner
+from models.runner.output_head import make_logits_float32
 from models.runner.packed_forward import PackedForward
 from models.runner.row_stability import RowPolicy, make_row_independent
 from models.runner.self_check import check_model
@@ -108,6 +109,7 @@ def assemble(
         ConfigError: the KV budget is too small, or the self-check fails.
     """
     policy = make_row_independent(loaded.model, max_rows=config.scheduler.max_num_batched_tokens)
+    make_logits_float32(loaded.model, max_rows=config.scheduler.max_num_batched_tokens)
     plan = plan_kv_cache(config.kv_cache, loaded.layers, loaded.dtype)
     pool = KVCachePool(plan, loaded.layers, loaded.dtype, loaded.model.device)
     backend = MatmulAttention(pool)

@@ -41,10 +41,12 @@ def split_parts(
 
     A chunk that is cut keeps ``is_sampled`` on its last part only.
     """
-    if not max_rows:
-        yield list(sequences)
-        return
     parts: list[ScheduledSequence] = []
+    if not max_rows:
+        parts.extend(sequences)
+        if parts:
+            yield parts
+        return
     room = max_rows
     for sequence in sequences:
         done = 0
