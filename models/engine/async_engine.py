@@ -126,7 +126,12 @@ class AsyncEngine:
         self._steps.check_open()
         self._engine.check_fields(request)
         arrival_s = self._clock()
-        stream = EventStream(request.request_id, asyncio.get_running_loop(), self._config.gather)
+        stream = EventStream(
+            request.request_id,
+            asyncio.get_running_loop(),
+            self._config.gather,
+            lambda: self.num_streams,
+        )
         is_posted = False
         try:
             with self._entering():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from models.requests import Admission, GenerationEnd, GenerationEvent, TokenDelta
 
@@ -17,17 +17,31 @@ class GatherPolicy:
     """When gathered events are handed over.
 
     The admission and the first token go out at once, and so does whatever ends a choice or the
-    request. In between a list is due when ``max_wait_s`` have passed since the last one or when
-    it holds ``max_tokens`` tokens. The wait counts from the last list, not from the first token
-    of this one: steps that are slower than ``max_wait_s`` are never delayed.
+    request. In between a list is due when the wait has passed since the last one or when it holds
+    ``max_tokens`` tokens. The wait counts from the last list, not from the first token of this
+    one: steps that are slower are never delayed.
+
+    A list costs the same however many tokens it holds, and on the way to an HTTP client it costs
+    a process hop or two. So the wait grows with the number of open streams, to keep all of them
+    together at ``max_lists_per_s``.
 
     Attributes:
-        max_wait_s: seconds between two lists; 0 hands over every event at once.
+        min_wait_s: seconds between two lists while few streams are open; 0 hands over every event
+            at once, however many are.
         max_tokens: tokens, of all choices together, that make a list due.
+        max_lists_per_s: lists a second of all streams together, apart from those that may not
+            wait.
     """
 
-    max_wait_s: float = 0.02
+    min_wait_s: float = 0.02
     max_tokens: int = 8
+    max_lists_per_s: float = 200.0
+
+    def wait_s(self, num_streams: int) -> float:
+        """Return the seconds between two lists of one of ``num_streams`` streams."""
+        if self.min_wait_s == 0:
+            return 0.0
+        return max(self.min_wait_s, num_streams / self.max_lists_per_s)
 
 
 class EventStream:
@@ -44,11 +58,24 @@ class EventStream:
     """
 
     def __init__(
-        self, request_id: str, loop: asyncio.AbstractEventLoop, policy: GatherPolicy
+        self,
+        request_id: str,
+        loop: asyncio.AbstractEventLoop,
+        policy: GatherPolicy,
+        count_streams: Callable[[], int] = lambda: 1,
     ) -> None:
+        """Make an empty stream.
+
+        Args:
+            request_id: whose events it gets.
+            loop: the consumer's event loop.
+            policy: when a list is due.
+            count_streams: how many streams are open now.
+        """
         self.request_id = request_id
         self.loop = loop
         self._policy = policy
+        self._count_streams = count_streams
         self._events: list[GenerationEvent] = []
         self._error: Exception | None = None
         self._is_ended = False
@@ -137,7 +164,7 @@ class EventStream:
     def _make_due_in_time(self) -> None:
         if self._timer is not None:
             return
-        due_at_s = self._last_taken_at_s + self._policy.max_wait_s
+        due_at_s = self._last_taken_at_s + self._policy.wait_s(self._count_streams())
         if due_at_s <= self.loop.time():
             self._make_due()
         else:

@@ -62,6 +62,7 @@ class Rest:
 
     Attributes:
         rss_bytes: resident memory of the process.
+        num_objects: containers that Python's garbage collector knows, garbage excluded.
         num_held_blocks: KV blocks that are not free.
         num_streams: streams that the engine knows.
         num_rows: sequences whose sampling state the runner holds; those of the last step are
@@ -73,6 +74,7 @@ class Rest:
     """
 
     rss_bytes: int
+    num_objects: int
     num_held_blocks: int
     num_streams: int
     num_rows: int
@@ -163,6 +165,7 @@ class _Soak:
         stats = self._engine.stats()
         return Rest(
             rss_bytes=psutil.Process().memory_info().rss,
+            num_objects=len(gc.get_objects()),
             num_held_blocks=stats.num_blocks - stats.num_free_blocks,
             num_streams=self._engine.num_streams,
             num_rows=self._parts.runner.num_sequences,

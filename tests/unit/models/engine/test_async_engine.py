@@ -37,8 +37,8 @@ from tests.unit.models.engine.fakes import (
 
 pytestmark = pytest.mark.anyio
 
-EVERY_TOKEN = GatherPolicy(max_wait_s=0.0, max_tokens=1)
-ONLY_AT_THE_END = GatherPolicy(max_wait_s=1e6, max_tokens=10**6)
+EVERY_TOKEN = GatherPolicy(min_wait_s=0.0, max_tokens=1)
+ONLY_AT_THE_END = GatherPolicy(min_wait_s=1e6, max_tokens=10**6)
 LONG_TEXT = "a text of so many words that it takes a while"
 MIXED_TEXT = "aé€😀abcDEF, and more"
 
@@ -69,7 +69,7 @@ async def test_the_first_token_is_a_list_of_its_own_even_if_all_else_is_gathered
 
 async def test_tokens_are_gathered_up_to_the_limit(start):
     runner = GatedRunner()
-    policy = GatherPolicy(max_wait_s=1e6, max_tokens=3)
+    policy = GatherPolicy(min_wait_s=1e6, max_tokens=3)
     front = start(runner, config={"gather": policy})
     stream, _ = await open_stream(front, make_request(prompt="abcdefghij"))
 

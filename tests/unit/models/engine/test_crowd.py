@@ -75,7 +75,7 @@ async def test_a_crowd_of_which_many_leave_gets_exact_streams_and_leaves_nothing
         clock=clock,
         **LIMITS,
     )
-    policy = GatherPolicy(max_wait_s=0.001, max_tokens=4)
+    policy = GatherPolicy(min_wait_s=0.001, max_tokens=4)
     front = AsyncEngine(engine, ByteText(), AsyncEngineConfig(gather=policy), clock)
     front.start()
     requests = [random_request(rng, index) for index in range(NUM_REQUESTS)]

@@ -59,8 +59,8 @@ class ManualLoop:
                 handle._run()
 
 
-def open_stream(max_wait_s=NEVER_S, max_tokens=8, loop=None):
-    policy = GatherPolicy(max_wait_s=max_wait_s, max_tokens=max_tokens)
+def open_stream(min_wait_s=NEVER_S, max_tokens=8, loop=None):
+    policy = GatherPolicy(min_wait_s=min_wait_s, max_tokens=max_tokens)
     return EventStream("r", loop or asyncio.get_running_loop(), policy)
 
 
@@ -139,9 +139,27 @@ async def test_the_end_comes_with_what_was_gathered():
     assert stream.is_exhausted
 
 
+async def test_the_wait_grows_with_the_number_of_open_streams():
+    loop = ManualLoop()
+    policy = GatherPolicy(min_wait_s=0.02, max_lists_per_s=100.0)
+    stream = EventStream("r", loop, policy, lambda: 16)
+    stream.push(delta(1))
+    await stream.next_batch()
+    stream.push(delta(2))
+
+    loop.advance(0.15)
+    assert not await is_due(stream)
+    loop.advance(0.02)
+    assert await is_due(stream)
+
+
+async def test_without_a_wait_no_number_of_streams_makes_one():
+    assert GatherPolicy(min_wait_s=0.0).wait_s(1000) == 0.0
+
+
 async def test_a_token_is_due_when_the_wait_is_over():
     loop = ManualLoop()
-    stream = await started_stream(loop=loop, max_wait_s=0.02)
+    stream = await started_stream(loop=loop, min_wait_s=0.02)
     stream.push(delta(2))
 
     loop.advance(0.01)
@@ -152,7 +170,7 @@ async def test_a_token_is_due_when_the_wait_is_over():
 
 async def test_the_wait_counts_from_the_last_list_so_slow_steps_are_not_delayed():
     loop = ManualLoop()
-    stream = await started_stream(loop=loop, max_wait_s=0.02)
+    stream = await started_stream(loop=loop, min_wait_s=0.02)
     for token_id in range(2, 5):
         loop.advance(0.02)
         stream.push(delta(token_id))
@@ -164,7 +182,7 @@ async def test_the_wait_counts_from_the_last_list_so_slow_steps_are_not_delayed(
 
 async def test_a_list_that_was_taken_early_leaves_no_timer_behind():
     loop = ManualLoop()
-    stream = await started_stream(loop=loop, max_wait_s=0.02, max_tokens=2)
+    stream = await started_stream(loop=loop, min_wait_s=0.02, max_tokens=2)
     stream.push(delta(2))
     stream.push(delta(3))
     await stream.next_batch()
@@ -176,7 +194,7 @@ async def test_a_list_that_was_taken_early_leaves_no_timer_behind():
 
 async def test_a_closed_stream_leaves_no_timer_behind():
     loop = ManualLoop()
-    stream = await started_stream(loop=loop, max_wait_s=0.02)
+    stream = await started_stream(loop=loop, min_wait_s=0.02)
     stream.push(delta(2))
 
     stream.close()
@@ -185,7 +203,7 @@ async def test_a_closed_stream_leaves_no_timer_behind():
 
 
 async def test_the_real_loop_makes_a_list_due():
-    stream = await started_stream(max_wait_s=0.01)
+    stream = await started_stream(min_wait_s=0.01)
     stream.push(delta(2))
 
     assert await asyncio.wait_for(stream.next_batch(), 10) == [delta(2)]

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.attention.layout import KEY_MULTIPLE_TOKENS
@@ -63,6 +63,7 @@ def num_padded_blocks(end, block_size):
     return count
 
 
+@settings(deadline=None)
 @given(
     spans=st.lists(spans, min_size=1, max_size=12),
     block_size=st.sampled_from([1, 2, 16, 48, 64, 128]),
@@ -93,6 +94,7 @@ def test_a_packed_step_equals_a_slow_reference(spans, block_size, multiple):
     assert sorted(taken) == list(range(num_tokens))
 
 
+@settings(deadline=None)
 @given(
     spans=st.lists(spans, min_size=1, max_size=12),
     block_size=st.sampled_from([1, 2, 16, 48, 64, 128]),
@@ -128,6 +130,7 @@ def test_every_single_token_is_in_one_decode_group_and_every_chunk_is_one_segmen
     assert sorted(seen) == [part.seq_id for part in parts]
 
 
+@settings(deadline=None)
 @given(
     spans=st.lists(spans, min_size=1, max_size=12),
     block_size=st.sampled_from([1, 2, 16, 48]),
@@ -143,6 +146,7 @@ def test_fresh_blocks_are_those_whose_first_slot_is_written(spans, block_size):
     assert fresh is None or len(fresh)
 
 
+@settings(deadline=None)
 @given(count=st.integers(1, 40), multiple=st.sampled_from([1, 8, 16]))
 def test_padding_rows_are_at_the_end_and_fill_up_to_the_multiple(count, multiple):
     inputs = pack_parts(make_parts([(3, count)], 4), 4, multiple)
@@ -176,6 +180,7 @@ def split(parts, max_rows):
     return list(split_parts(parts, max_rows))
 
 
+@settings(deadline=None)
 @given(
     spans=st.lists(spans, min_size=1, max_size=12),
     sampled=st.lists(st.booleans(), min_size=12, max_size=12),
@@ -207,6 +212,7 @@ def test_a_cut_step_loses_nothing_and_keeps_the_order(spans, sampled, max_rows):
     assert len(forwards) == math.ceil(sum(sizes) / max_rows)
 
 
+@settings(deadline=None)
 @given(spans=st.lists(spans, min_size=1, max_size=12), max_rows=st.integers(1, 50))
 def test_no_forward_pass_has_two_parts_of_one_sequence(spans, max_rows):
     for forward in split(make_parts(spans, 4), max_rows):
