@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -86,26 +87,33 @@ def layer_index(module: nn.Module) -> int:
 
 @contextmanager
 def attention_of(model: PreTrainedModel, backend: AttentionBackend) -> Iterator[None]:
-    """Route the model's attention through ``backend`` inside of the block.
-
-    Each use has a registered name of its own, so that several models may live in one process.
-    """
+    """Route the model's attention through ``backend`` inside of the block."""
     before = model.config._attn_implementation
     attach(model, backend)
-    name = model.config._attn_implementation
     try:
         yield
     finally:
         model.config._attn_implementation = before
-        AttentionInterface._global_mapping.pop(name, None)
 
 
 def attach(model: PreTrainedModel, backend: AttentionBackend) -> None:
     """Route the model's attention through ``backend`` from now on.
 
+    Each use has a registered name of its own, so that several models may live in one process.
     No mask function is registered under the name: the masks of transformers are then None, and
     the backend makes its own from the layout.
+
+    The registry is global to the process and only refers to the backend: whoever made that keeps
+    it, and when it is gone, KV pool and all, its name goes too.
     """
     name = next(_names)
-    AttentionInterface.register(name, backend)
+    reference = weakref.ref(backend)
+
+    def attend(*arguments: Any, **keywords: Any) -> tuple[Tensor, None]:
+        attached = reference()
+        assert attached is not None
+        return attached(*arguments, **keywords)
+
+    AttentionInterface.register(name, attend)
+    weakref.finalize(backend, AttentionInterface._global_mapping.pop, name, None)
     model.config._attn_implementation = name

@@ -13,7 +13,11 @@ from tests.benchmarks.closed_loop import LoadResult, TokenIds
 from tests.benchmarks.engine_speed import EngineClients, running_engine
 from tests.benchmarks.http_client import Load, run_http_load
 from tests.benchmarks.plain_forward import load_plain_model, time_plain_decode_ms
-from tests.benchmarks.service_process import ServiceProcess, running_service
+from tests.benchmarks.service_process import (
+    ServiceProcess,
+    replica_rss_bytes,
+    running_service,
+)
 from tests.benchmarks.step_meter import StepRecord, metered_steps
 from tests.benchmarks.workload import PromptSource, Sizes
 
@@ -117,7 +121,7 @@ class Bench:
                 self._warm_up(HTTP, run)
                 self._measure_prefixes(HTTP, run)
                 self._run_rounds(HTTP, run, range(self._sizes.num_rounds))
-            self._found.rss_bytes = service.replica_rss_bytes()
+            self._found.rss_bytes = replica_rss_bytes(service.process.pid)
 
     def _run_engine_rounds(self, engine: EngineClients, rounds: Iterable[int]) -> None:
         with metered_steps() as steps:
@@ -133,7 +137,7 @@ class Bench:
                 _check(result, sizes.num_new_tokens)
                 self._found.loads.setdefault((transport, num_clients), []).append(result)
                 self._say(
-                    f"{transport}: {num_clients} clients, {result.tokens_per_s:.1f} tokens/s, "
+                    f"{transport}, clients: {num_clients}; {result.tokens_per_s:.1f} tokens/s, "
                     f"first token after {result.first_token_ms:.0f} ms"
                 )
 

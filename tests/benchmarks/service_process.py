@@ -40,17 +40,18 @@ class ServiceProcess:
     ready_s: float
     process: subprocess.Popen[str]
 
-    def replica_rss_bytes(self) -> dict[str, int]:
-        """Return the resident memory of each replica, by the name of its deployment."""
-        found = {}
-        for process in psutil.Process(self.process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                title = (process.cmdline() or [""])[0]
-                if title.startswith(_REPLICA_MARK):
-                    # A replica that is busy has its method's name behind its own.
-                    name = title.removeprefix(_REPLICA_MARK).partition(".")[0]
-                    found[name] = process.memory_info().rss
-        return found
+
+def replica_rss_bytes(root_pid: int) -> dict[str, int]:
+    """Return the resident memory of each replica below a process, by its deployment's name."""
+    found = {}
+    for process in psutil.Process(root_pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            title = (process.cmdline() or [""])[0]
+            if title.startswith(_REPLICA_MARK):
+                # A replica that is busy has its method's name behind its own.
+                name = title.removeprefix(_REPLICA_MARK).partition(".")[0]
+                found[name] = process.memory_info().rss
+    return found
 
 
 @contextlib.contextmanager

@@ -121,7 +121,9 @@ class _Soak:
 
         await asyncio.gather(*(client() for _ in range(num_clients)))
         await self._wait_until_idle()
-        return self._look()
+        rest = self._look()
+        sys.stderr.write(f"{rest}\n")
+        return rest
 
     async def _ask(self, mixed: MixedRequest) -> None:
         self._num_requests += 1
@@ -162,10 +164,12 @@ class _Soak:
     def _look(self) -> Rest:
         self._parts.engine.check_invariants()
         gc.collect()
+        # Before memory is looked at: this makes a list of megabytes, the first time as later.
+        num_objects = len(gc.get_objects())
         stats = self._engine.stats()
         return Rest(
+            num_objects=num_objects,
             rss_bytes=psutil.Process().memory_info().rss,
-            num_objects=len(gc.get_objects()),
             num_held_blocks=stats.num_blocks - stats.num_free_blocks,
             num_streams=self._engine.num_streams,
             num_rows=self._parts.runner.num_sequences,

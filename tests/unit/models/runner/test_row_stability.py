@@ -97,8 +97,8 @@ def test_a_difference_in_one_element_of_twenty_thousand_is_noticed(num_columns):
 class Router(nn.Linear):
     """A linear layer that computes something else, as some routers do."""
 
-    def forward(self, input):
-        return super().forward(input).argmax(dim=-1)
+    def forward(self, rows):
+        return super().forward(rows).argmax(dim=-1)
 
 
 class Experts(nn.Module):
@@ -246,6 +246,7 @@ def test_a_router_in_float32_is_no_obstacle():
     for module in model.modules():
         if type(module).__name__.endswith("Router"):
             module.weight.data = module.weight.data.float()
+    assert torch.float32 in {parameter.dtype for parameter in model.parameters()}
 
     make_row_independent(model, max_rows=64)
 
