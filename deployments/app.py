@@ -8,6 +8,7 @@
 import hashlib
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from ray import serve
@@ -57,11 +58,10 @@ def build_app(args: ServiceConfig) -> serve.Application:
         ConfigError: it cannot be served, in one sentence.
     """
     args.check()
-    for entry in args.entries:
-        _check_files(entry)
+    _check_files(args.entries)
     models = {
         entry.model_id: _model_deployment(entry, args).bind(
-            entry.to_engine_config(), args.cache_folder
+            entry.to_engine_config(), args.cache_folder, entry.request_timeout_s
         )
         for entry in args.entries
     }
@@ -95,21 +95,28 @@ def max_replica_requests(entry: ModelEntry) -> int:
     return 2 * entry.max_num_seqs + entry.max_num_waiting
 
 
-def _check_files(entry: ModelEntry) -> None:
-    """Check what can be checked before anything starts; the bundled model needs no check."""
-    path = locate_model(entry.model) if entry.model else None
-    if path is None or path.suffix == ".gguf":
-        return
-    num_replicas = max(entry.replicas, entry.min_replicas)
-    check_model_files(
-        path,
-        dtype=entry.dtype,
-        device=entry.device,
-        kv_budget_bytes=entry.kv_budget_bytes,
-        available_memory_bytes=(
-            available_host_memory_bytes() // num_replicas if entry.is_on_cpu else sys.maxsize
-        ),
-    )
+def _check_files(entries: Sequence[ModelEntry]) -> None:
+    """Check what can be checked before anything starts; the bundled model needs no check.
+
+    Models on the CPU share the memory of this machine, as if all of them ran on it.
+    """
+    available_bytes = available_host_memory_bytes()
+    for entry in entries:
+        path = locate_model(entry.model) if entry.model else None
+        if path is None or path.suffix == ".gguf":
+            continue
+        num_replicas = max(1, entry.min_replicas if entry.is_scaling else entry.replicas)
+        facts = check_model_files(
+            path,
+            dtype=entry.dtype,
+            device=entry.device,
+            kv_budget_bytes=entry.kv_budget_bytes,
+            available_memory_bytes=(
+                available_bytes // num_replicas if entry.is_on_cpu else sys.maxsize
+            ),
+        )
+        if entry.is_on_cpu:
+            available_bytes -= num_replicas * (facts.weights_bytes + entry.kv_budget_bytes)
 
 
 def _model_deployment(entry: ModelEntry, args: ServiceConfig) -> serve.Deployment:

@@ -16,6 +16,7 @@ from models.config import EngineConfig, ModelConfig
 from models.engine.async_engine import AsyncEngine
 from models.engine.engine import Engine
 from models.engine.intake import EngineLimits, TextFront
+from models.errors import ConfigError
 from models.kv_cache.ledger import BlockManager
 from models.kv_cache.store import KVCachePlan, KVCachePool, plan_kv_cache
 from models.loading.bundled import convert_gguf, ensure_bundled_model
@@ -79,7 +80,7 @@ def build_engine(config: EngineConfig, *, cache_folder: Path, progress: Progress
             dtype=config.model.dtype,
             device=config.model.device,
             kv_budget_bytes=config.kv_cache.budget_bytes,
-            available_memory_bytes=available_host_memory_bytes(),
+            available_memory_bytes=available_memory_bytes(config.model.device),
         )
     loaded = load_model(config.model, path, progress)
     text = Text.load(
@@ -87,7 +88,7 @@ def build_engine(config: EngineConfig, *, cache_folder: Path, progress: Progress
         chat_template=config.model.chat_template,
         vocabulary_size=loaded.vocabulary_size,
     )
-    progress("checking packed execution against the model's own forward pass")
+    progress("measuring matrix products and running the first steps, against the model's own")
     parts = assemble(loaded, text, config)
     progress(
         f"KV cache: {parts.kv_plan.num_blocks} blocks of {parts.kv_plan.block_size_tokens} tokens, "
@@ -111,7 +112,7 @@ def assemble(
     policy = make_row_independent(loaded.model, max_rows=config.scheduler.max_num_batched_tokens)
     make_logits_float32(loaded.model, max_rows=config.scheduler.max_num_batched_tokens)
     plan = plan_kv_cache(config.kv_cache, loaded.layers, loaded.dtype)
-    pool = KVCachePool(plan, loaded.layers, loaded.dtype, loaded.model.device)
+    pool = _allocate(plan, loaded)
     backend = MatmulAttention(pool)
     attach(loaded.model, backend)
     forward = PackedForward(loaded.model, pool, backend, policy)
@@ -138,6 +139,24 @@ def assemble(
         clock,
     )
     return EngineParts(engine, runner, blocks, plan, policy, error)
+
+
+def available_memory_bytes(device: str) -> int:
+    """Return the bytes that a model on ``device`` can still take."""
+    if device.startswith("cuda") and torch.cuda.is_available():
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return free_bytes
+    return available_host_memory_bytes()
+
+
+def _allocate(plan: KVCachePlan, loaded: LoadedModel) -> KVCachePool:
+    try:
+        return KVCachePool(plan, loaded.layers, loaded.dtype, loaded.model.device)
+    except RuntimeError as error:  # what torch raises on any device
+        raise ConfigError(
+            "kv_budget_bytes",
+            f"the device has no room for a KV cache of {plan.total_bytes / 2**30:.1f} GiB",
+        ) from error
 
 
 def resolve_model_path(config: ModelConfig, cache_folder: Path, progress: Progress) -> str:

@@ -112,15 +112,15 @@ def discover_layers(model: PreTrainedModel) -> list[LayerShape]:
         raise ConfigError(
             "model", f"{type(model).__name__} cannot run packed tokens: {_first_line(error)}"
         ) from error
-    count = len(recorder.shapes)
+    indices = sorted(recorder.shapes)
     expected = model.config.num_hidden_layers
-    if count != expected or set(recorder.shapes) != set(range(count)):
+    if indices != list(range(expected)):
         raise ConfigError(
             "model",
-            f"{type(model).__name__} has {expected} layers, but {count} of them use the attention "
-            "interface",
+            f"{type(model).__name__} has {expected} layers, but {len(indices)} use the attention "
+            f"interface: {indices}",
         )
-    return [recorder.shapes[index] for index in range(count)]
+    return [recorder.shapes[index] for index in indices]
 
 
 class _Recorder:

@@ -8,38 +8,10 @@ Weights and hidden states are not the cause; only the rounding of the result is.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 from transformers import PreTrainedModel
 
-from models.runner.row_stability import TiledLinear
-
-
-class Float32Head(nn.Linear):
-    """A linear layer in half precision whose result is float32, to about 16 bits.
-
-    Two products: the first gives the rounded result; the second starts from its negative, so that
-    the matrix library, which sums in float32, rounds the remainder only. A product in float32
-    would need a copy of the weights and takes twice as long as both.
-
-    Attributes:
-        tile_rows: rows of one product, as in TiledLinear.
-    """
-
-    tile_rows: int
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name
-        """Map [..., T, K] in half precision to [..., T, N] float32."""
-        tiles = torch.split(input.flatten(0, -2), self.tile_rows)
-        logits = torch.cat([self._product(tile) for tile in tiles])
-        if self.bias is not None:
-            logits += self.bias
-        return logits.view(*input.shape[:-1], -1)
-
-    def _product(self, rows: Tensor) -> Tensor:
-        rounded = functional.linear(rows, self.weight)
-        remainder = torch.addmm(rounded, rows, self.weight.t(), beta=-1)
-        return rounded.float().add_(remainder)
+from models.runner.linear_layers import Float32Head, TiledLinear
 
 
 def make_logits_float32(model: PreTrainedModel, *, max_rows: int) -> None:

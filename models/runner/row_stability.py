@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from models.runner.linear_layers import Float32Head, TiledConv1D, TiledLinear, conv1d
+
 # Rows of a step are padded to a multiple of this: products of very few rows are slower than
 # products of eight (one row takes another kernel), and one class of row counts is enough to check.
 ROW_MULTIPLE = 8
@@ -44,46 +46,8 @@ class RowPolicy:
     smallest_tile_rows: int
 
 
-class TiledLinear(nn.Linear):
-    """A linear layer that multiplies at most ``tile_rows`` rows at a time."""
-
-    tile_rows: int
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name
-        """Map [..., T, K] to [..., T, N]."""
-        if input.shape[-2] <= self.tile_rows:
-            return functional.linear(input, self.weight, self.bias)
-        return torch.cat(
-            [
-                functional.linear(tile, self.weight, self.bias)
-                for tile in torch.split(input, self.tile_rows, dim=-2)
-            ],
-            dim=-2,
-        )
-
-
-class TiledConv1D(Conv1D):  # type: ignore[misc]
-    """The same for the transposed linear layer of GPT-2."""
-
-    tile_rows: int
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., T, K] to [..., T, N]."""
-        if x.shape[-2] <= self.tile_rows:
-            return _conv1d(self, x)
-        return torch.cat(
-            [_conv1d(self, tile) for tile in torch.split(x, self.tile_rows, dim=-2)],
-            dim=-2,
-        )
-
-
 # Exactly these: a subclass may compute something else (the router of phimoe does).
 _LINEAR_CLASSES = (nn.Linear, TiledLinear, Conv1D, TiledConv1D)
-
-
-def _conv1d(layer: Conv1D, x: Tensor) -> Tensor:
-    output: Tensor = Conv1D.forward(layer, x)
-    return output
 
 
 def make_row_independent(model: nn.Module, *, max_rows: int) -> RowPolicy:
@@ -183,7 +147,7 @@ def stable_rows(
 
 def _untiled(layer: nn.Linear | Conv1D) -> Callable[[Tensor], Tensor]:
     if isinstance(layer, Conv1D):
-        return lambda rows: _conv1d(layer, rows)
+        return lambda rows: conv1d(layer, rows)
     return lambda rows: functional.linear(rows, layer.weight, layer.bias)
 
 
@@ -201,7 +165,7 @@ def _foreign_weights(model: nn.Module) -> Iterator[Tensor]:
     """Yield matrices that are not the weight of a linear layer or an embedding, one per shape."""
     seen: set[tuple[object, ...]] = set()
     for module in model.modules():
-        if type(module) in _LINEAR_CLASSES or isinstance(module, nn.Embedding):
+        if type(module) in _LINEAR_CLASSES or isinstance(module, nn.Embedding | Float32Head):
             continue
         for parameter in module.parameters(recurse=False):
             key = (*parameter.shape, parameter.dtype)

@@ -43,7 +43,7 @@ def prompts(model):
     return [model[1].encode(TextPrompt(text=f"{PREAMBLE}Write about {topic}.")) for topic in TOPICS]
 
 
-def _engine(model, *, num_blocks=400, block_size=16, budget=256, is_cached=False):
+def _engine(model, *, num_blocks=400, block_size=16, budget=256, max_num_seqs=16, is_cached=False):
     loaded, text = model
     return assemble(
         loaded,
@@ -54,7 +54,7 @@ def _engine(model, *, num_blocks=400, block_size=16, budget=256, is_cached=False
                 block_size_tokens=block_size,
                 is_prefix_caching_enabled=is_cached,
             ),
-            scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=budget),
+            scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
         ),
     )
 
@@ -120,6 +120,25 @@ def test_constant_preemption_changes_nothing(model, prompts, alone):
     outputs = run(parts, _jobs(prompts))
 
     _assert_equal(outputs, alone)
+    assert parts.engine.stats().num_preemptions > 0
+
+
+def test_a_crowd_of_forty_with_every_disturbance_at_once_changes_nothing(model, prompts, alone):
+    # More rows than one tile of a product, prefix hits, small chunks, blocks for a few of them.
+    parts = _engine(model, num_blocks=320, block_size=2, budget=61, max_num_seqs=48, is_cached=True)
+    jobs = [
+        (dataclasses.replace(request, request_id=f"{request.request_id}-{copy}"), prompt)
+        for copy in range(7)
+        for request, prompt in _jobs(prompts)
+    ][:40]
+
+    outputs = run(parts, jobs, arrivals={job[0].request_id: i // 4 for i, job in enumerate(jobs)})
+
+    assert len(outputs) == 40
+    for (request_id, choice), output in outputs.items():
+        expected = alone[request_id.split("-")[0], choice]
+        assert output.token_ids == expected.token_ids, request_id
+        assert output.logprobs == expected.logprobs, request_id
     assert parts.engine.stats().num_preemptions > 0
 
 

@@ -32,7 +32,7 @@ def test_the_bundled_model_is_served_without_arguments():
 def test_each_model_of_several_has_its_own_deployment_and_scaling():
     _, limits, models = built(
         models=[
-            {"model_id": "fixed", "replicas": 3},
+            {"model_id": "fixed", "replicas": 3, "request_timeout_s": 20},
             {"model_id": "scaled", "min_replicas": 0, "max_replicas": 5, "max_num_seqs": 8},
         ]
     )
@@ -42,6 +42,7 @@ def test_each_model_of_several_has_its_own_deployment_and_scaling():
     scaling = scaled._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas) == (0, 5)
     assert scaled.init_args[0].scheduler.max_num_seqs == 8
+    assert [model.init_args[2] for model in (fixed, scaled)] == [20.0, 0.0]
     # asking it for its health would keep it from scaling to none
     assert limits.probed_model_ids == ("fixed",)
 
@@ -96,6 +97,25 @@ def test_a_folder_that_holds_no_causal_model_stops_the_build(tmp_path):
 
     with pytest.raises(ConfigError, match="BertModel"):
         built(model=str(tmp_path))
+
+
+def test_models_on_the_cpu_must_fit_into_memory_together(tmp_path, monkeypatch):
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    weights = len(header).to_bytes(8, "little") + header + bytes(4)
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    monkeypatch.setattr("deployments.app.available_host_memory_bytes", lambda: 100 << 20)
+
+    def entry(model_id, **fields):
+        budget = {"kv_budget_bytes": 60 << 20}
+        return {"model": str(tmp_path), "model_id": model_id, **budget, **fields}
+
+    built(models=[entry("a"), entry("b", device="cuda")])
+    with pytest.raises(ConfigError, match="GiB are available"):
+        built(models=[entry("a"), entry("b")])
+    with pytest.raises(ConfigError, match="GiB are available"):
+        built(models=[entry("a", replicas=2)])
 
 
 def test_a_hub_id_is_left_to_the_replica():

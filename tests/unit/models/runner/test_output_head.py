@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from models.runner.output_head import Float32Head, make_logits_float32
-from models.runner.row_stability import TiledLinear
+from models.runner.linear_layers import Float32Head, TiledLinear
+from models.runner.output_head import make_logits_float32
 from tests.tiny_models import FAMILIES, make_model
 
 

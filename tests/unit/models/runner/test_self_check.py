@@ -14,7 +14,7 @@ from models.loading.loader import discover_layers
 from models.runner.packed_forward import PackedForward
 from models.runner.row_stability import RowPolicy
 from models.runner.self_check import TOLERANCE, check_model
-from tests.tiny_models import FAMILIES, make_model
+from tests.tiny_models import FAMILIES, Family, make_model
 
 
 def family(name):
@@ -131,6 +131,10 @@ def test_an_option_of_the_attention_that_is_left_out_is_refused(name, option):
     backend_class = type("Forgetful", (Forgetful,), {"option": option})
 
     Checked(make_model(family(name)), backend_class=backend_class).assert_refused()
+
+
+def test_an_encoder_that_looks_ahead_is_refused():
+    Checked(make_model(Family("bert", "bert", {}))).assert_refused()
 
 
 def test_a_row_that_reads_another_sequences_blocks_is_refused(monkeypatch):
