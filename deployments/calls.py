@@ -40,7 +40,8 @@ class GenerationCall(TypedDict):
     """One prompt to continue.
 
     ``sampling`` holds the fields of SamplingParams that differ from their defaults;
-    ``max_tokens`` counts only with ``is_max_tokens_explicit``.
+    ``max_tokens`` counts only with ``is_max_tokens_explicit``. ``timeout_s`` is None for a request
+    that names no time limit of its own.
     """
 
     request_id: str
@@ -53,13 +54,17 @@ class GenerationCall(TypedDict):
     is_stop_included: bool
     is_special_token_skipped: bool
     cache_salt: str | None
+    timeout_s: float | None
 
 
-def to_generation_request(call: GenerationCall) -> GenerationRequest:
+def to_generation_request(
+    call: GenerationCall, *, default_timeout_s: float | None = None
+) -> GenerationRequest:
     """Return the engine's form of a call.
 
     Args:
         call: as an ingress built it.
+        default_timeout_s: the time limit of a call that names none; None sets no limit.
 
     Raises:
         InvalidSamplingParamsError: a parameter is out of range (an ingress refuses it before).
@@ -77,6 +82,7 @@ def to_generation_request(call: GenerationCall) -> GenerationRequest:
         is_stop_included=call["is_stop_included"],
         is_special_token_skipped=call["is_special_token_skipped"],
         cache_salt=call["cache_salt"],
+        timeout_s=default_timeout_s if call["timeout_s"] is None else call["timeout_s"],
     )
 
 

@@ -45,6 +45,8 @@ class ModelEntry(BaseModel):
         max_num_waiting: most requests that wait in one replica; one more is refused.
         max_num_choices: most choices (``n``) of one request.
         default_max_tokens: new tokens when a request names no limit.
+        request_timeout_s: seconds that a request without a ``timeout_s`` of its own has from its
+            arrival at a replica; 0 sets no limit.
         replicas: number of replicas while ``max_replicas`` is 0.
         min_replicas: fewest replicas when the number scales; 0 lets an idle model go.
         max_replicas: most replicas when the number scales; 0 fixes it at ``replicas``.
@@ -73,6 +75,7 @@ class ModelEntry(BaseModel):
     max_num_waiting: int = _SCHEDULER.max_num_waiting
     max_num_choices: int = _SCHEDULER.max_num_choices
     default_max_tokens: int = _ENGINE.default_max_tokens
+    request_timeout_s: Seconds = 0.0
     replicas: AtLeastOne = 1
     min_replicas: AtLeastZero = 1
     max_replicas: AtLeastZero = 0

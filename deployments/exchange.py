@@ -20,8 +20,6 @@ from deployments.service import GenerationService
 from deployments.translate import Job
 
 _IGNORED_FIELDS_HEADER = "x-medley-ignored-fields"
-_MAX_IGNORED_FIELDS = 16
-_MAX_FIELD_NAME_CHARACTERS = 64
 
 
 class GenerationExchange:
@@ -42,7 +40,8 @@ class GenerationExchange:
         self._service = service
         self._job = job
         self._request_id = request_id
-        self._headers = make_ignored_header(job.ignored_fields)
+        ignored = ", ".join(job.ignored_fields)
+        self._headers = [(_IGNORED_FIELDS_HEADER, ignored)] if ignored else []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; the request's body has been read."""
@@ -99,17 +98,3 @@ class GenerationExchange:
                 if frames := events.add(prompt_index, message):
                     await writer.write(b"".join(frames))
         await writer.write(b"".join([*events.finish(), sse.DONE]))
-
-
-def make_ignored_header(fields: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return the header that names ignored fields: bounded, and only harmless names."""
-    names = [
-        name
-        for name in fields
-        if len(name) <= _MAX_FIELD_NAME_CHARACTERS
-        and name.isascii()
-        and name.replace("-", "_").isidentifier()
-    ]
-    if not names:
-        return []
-    return [(_IGNORED_FIELDS_HEADER, ", ".join(names[:_MAX_IGNORED_FIELDS]))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -35,7 +35,9 @@ def _draw_seed() -> int:
 class Ingress:
     """What Serve runs behind its HTTP proxy, and what ``serve.get_app_handle`` reaches.
 
-    Handle methods validate as HTTP does and raise the same errors; there is no status to map.
+    Handle methods validate as HTTP does and raise the same errors; there is no status to map. What
+    HTTP tells in a header stands in the answer: if fields of the body have no effect, the answer
+    (of a stream the first event) has their names as ``ignored_fields``.
 
     Owner: the replica's event loop.
     """
@@ -75,7 +77,7 @@ class Ingress:
         Raises:
             ModelServiceError, SamplingError: what HTTP would tell as an error.
         """
-        return await self._service.collect(self._make_job(body, is_chat=True, is_stream=False))
+        return await self._collect(body, is_chat=True)
 
     async def complete(self, body: Body) -> Body:
         """Answer a completion request whole.
@@ -89,7 +91,7 @@ class Ingress:
         Raises:
             ModelServiceError, SamplingError: what HTTP would tell as an error.
         """
-        return await self._service.collect(self._make_job(body, is_chat=False, is_stream=False))
+        return await self._collect(body, is_chat=False)
 
     async def stream_chat(self, body: Body) -> AsyncIterator[Body]:
         """Answer a chat request as a stream.
@@ -103,8 +105,7 @@ class Ingress:
         Raises:
             ModelServiceError, SamplingError: what HTTP would tell as an error.
         """
-        job = self._make_job(body, is_chat=True, is_stream=True)
-        async with contextlib.aclosing(self._service.stream(job)) as events:
+        async with contextlib.aclosing(self._stream(body, is_chat=True)) as events:
             async for event in events:
                 yield event
 
@@ -120,8 +121,7 @@ class Ingress:
         Raises:
             ModelServiceError, SamplingError: what HTTP would tell as an error.
         """
-        job = self._make_job(body, is_chat=False, is_stream=True)
-        async with contextlib.aclosing(self._service.stream(job)) as events:
+        async with contextlib.aclosing(self._stream(body, is_chat=False)) as events:
             async for event in events:
                 yield event
 
@@ -136,6 +136,18 @@ class Ingress:
         """
         return await self._service.drain(grace_s)
 
+    async def _collect(self, body: Body, *, is_chat: bool) -> Body:
+        job = self._make_job(body, is_chat=is_chat, is_stream=False)
+        return {**await self._service.collect(job), **_tell_ignored(job)}
+
+    async def _stream(self, body: Body, *, is_chat: bool) -> AsyncGenerator[Body, None]:
+        job = self._make_job(body, is_chat=is_chat, is_stream=True)
+        untold = _tell_ignored(job)
+        async with contextlib.aclosing(self._service.stream(job)) as events:
+            async for event in events:
+                yield {**event, **untold}
+                untold = {}
+
     def _make_job(self, body: Body, *, is_chat: bool, is_stream: bool) -> Job:
         check_body(body, self._service.limits.max_body_bytes)
         if isinstance(body, dict):
@@ -143,3 +155,8 @@ class Ingress:
             if not is_stream:
                 body.pop("stream_options", None)
         return self._service.make_job(body, is_chat=is_chat)
+
+
+def _tell_ignored(job: Job) -> Body:
+    """Return what an answer says of fields without effect; nothing if all had one."""
+    return {"ignored_fields": list(job.ignored_fields)} if job.ignored_fields else {}

@@ -36,12 +36,15 @@ class ModelReplica:
     waited for the open requests.
     """
 
-    def __init__(self, config: EngineConfig, cache_folder: str) -> None:
+    def __init__(
+        self, config: EngineConfig, cache_folder: str, request_timeout_s: float = 0.0
+    ) -> None:
         """Load the model and start its engine.
 
         Args:
             config: all of the engine.
             cache_folder: where converted models are kept.
+            request_timeout_s: time limit of requests that name none; 0 sets no limit.
 
         Raises:
             ConfigError: the model cannot be served as configured.
@@ -51,6 +54,7 @@ class ModelReplica:
         quiet_refusals()
         folder = Path(cache_folder).expanduser()
         self._is_stopped = False
+        self._default_timeout_s = request_timeout_s or None
         self._engine: AsyncEngine = build_engine(
             config, cache_folder=folder, progress=_report_progress
         )
@@ -65,7 +69,7 @@ class ModelReplica:
         Raises:
             ModelServiceError, SamplingError: whatever refused or ended the generation.
         """
-        request = to_generation_request(call)
+        request = to_generation_request(call, default_timeout_s=self._default_timeout_s)
         async with contextlib.aclosing(self._engine.generate(request)) as batches:
             async for events in batches:
                 yield encode_events(events, self._engine.text)

@@ -40,7 +40,7 @@ class Job:
         has_stream_usage: end the stream with a usage event.
         has_logprobs: report log probabilities.
         prompt_param: what the operation calls its prompt.
-        ignored_fields: fields of the request that have no effect.
+        ignored_fields: fields of the request that have no effect, as they are told.
     """
 
     response_id: str
@@ -117,6 +117,7 @@ def _make_job(
             is_stop_included=request.include_stop_str_in_output,
             is_special_token_skipped=request.skip_special_tokens,
             cache_salt=request.cache_salt,
+            timeout_s=request.timeout_s,
         )
         for index, prompt in enumerate(prompts)
     )

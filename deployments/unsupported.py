@@ -7,6 +7,7 @@ schema and not here is ignored, and reported as ignored.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,6 +91,9 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "priority": _ZERO,
 }
 
+_MAX_IGNORED_FIELDS = 16
+_MAX_FIELD_NAME_CHARACTERS = 64
+
 _ADAPTER_SELECTORS = ("peft", "adapter_id", "lora_path")
 
 
@@ -126,13 +130,22 @@ def refuse_unsupported(body: Mapping[str, Any]) -> None:
 
 
 def find_ignored(names: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of fields that have no effect here, sorted.
+    """Return the names of fields that have no effect here, sorted: few, and only harmless ones.
+
+    They are told to the caller, also in a header, and never logged: a caller wrote them.
 
     Args:
         names: fields of a request that its schema does not have.
     """
     accepted = {*_NEUTRAL_VALUES, *_ADAPTER_SELECTORS, "best_of"}
-    return tuple(sorted(names.keys() - accepted))
+    ignored = filter(_is_harmless, sorted(names.keys() - accepted))
+    return tuple(itertools.islice(ignored, _MAX_IGNORED_FIELDS))
+
+
+def _is_harmless(name: str) -> bool:
+    """Whether a name may stand in a header."""
+    is_short = len(name) <= _MAX_FIELD_NAME_CHARACTERS
+    return is_short and name.isascii() and name.replace("-", "_").isidentifier()
 
 
 def _is_neutral(field: str, value: object) -> bool:

@@ -36,6 +36,7 @@ from models.errors import InvalidRequestError
 from sampling.params import MAX_TOP_LOGPROBS
 
 _INT32_MAX = 2**31 - 1
+_MAX_TIMEOUT_S = 86_400
 
 Count = Annotated[int, Field(ge=1, le=_INT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
@@ -81,6 +82,11 @@ class GenerationFields(WireModel):
     """Fields that both operations have; an absent one is None and leaves the default alone.
 
     Ranges that ``sampling.params`` knows are checked there, when the parameters are built.
+
+    ``timeout_s`` is an extension: seconds, above 0 and at most a day, that the request has from its
+    arrival at a replica of the model until its last token (each prompt of several for itself);
+    then it ends with DeadlineExceededError. The wait for a replica does not count. Absent, the
+    model's ``request_timeout_s`` of the configuration applies.
     """
 
     # What the operation's prompt is called.
@@ -108,6 +114,7 @@ class GenerationFields(WireModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    timeout_s: Annotated[float, Field(gt=0, le=_MAX_TIMEOUT_S)] | None = None
     user: str | None = None
     metadata: Metadata | None = None
 
@@ -129,7 +136,7 @@ class GenerationFields(WireModel):
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:
-        """Fields of the request that have no effect."""
+        """Names of fields of the request that have no effect, as they are told."""
         return find_ignored(self.model_extra or {})
 
 

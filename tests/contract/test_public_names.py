@@ -39,6 +39,7 @@ BUILDER_ARGUMENTS = {
     "num_gpus",
     "num_threads",
     "replicas",
+    "request_timeout_s",
     "shutdown_grace_s",
     "target_ongoing_requests",
     "upscale_delay_s",

@@ -80,6 +80,7 @@ def test_strings_of_a_command_line_become_numbers():
         {"min_replicas": 1},
         {"keepalive_s": 0},
         {"shutdown_grace_s": float("inf")},
+        {"request_timeout_s": -1},
         {"models": [{"modle": "x"}]},
         {"models": [{}], "device": "cpu"},
         {"models": [{"models": []}]},

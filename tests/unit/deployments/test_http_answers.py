@@ -311,7 +311,7 @@ async def test_null_is_the_same_as_absent_for_every_optional_field():
         *("stop", "seed", "stream", "stream_options", "logit_bias", "logprobs", "top_logprobs"),
         *("user", "metadata", "peft", "tools", "tool_choice", "response_format", "cache_salt"),
         *("repetition_penalty", "frequency_penalty", "presence_penalty", "ignore_eos"),
-        *("min_tokens", "stop_token_ids", "loglikelihood", "log_prompt"),
+        *("min_tokens", "stop_token_ids", "loglikelihood", "log_prompt", "timeout_s"),
     ]
 
     response, with_nulls = await post(CHAT, chat_body(**dict.fromkeys(fields)))

@@ -68,6 +68,28 @@ async def test_streaming_calls_yield_the_events_of_http(include_usage):
         assert [without_ids(event) for event in called] == [without_ids(e) for e in events]
 
 
+async def test_fields_without_effect_are_named_in_the_answer_of_a_call():
+    ingress, _ = make_ingress()
+    ignored = {"frobnicate": 1, "a\r\nb": 1, "x" * 200: 1, "tools": []}
+
+    for call, stream, body in (
+        (ingress.chat, ingress.stream_chat, chat_body(**ignored)),
+        (ingress.complete, ingress.stream_complete, completion_body(**ignored)),
+    ):
+        first, *rest = [event async for event in stream(body)]
+
+        assert (await call(body))["ignored_fields"] == ["frobnicate"]
+        assert first["ignored_fields"] == ["frobnicate"]
+        assert rest
+        assert all("ignored_fields" not in event for event in rest)
+
+
+async def test_an_answer_to_fields_that_all_count_names_none():
+    ingress, _ = make_ingress()
+
+    assert "ignored_fields" not in await ingress.chat(chat_body(user="u", tools=[]))
+
+
 async def test_the_stream_field_does_not_count_for_a_call():
     ingress, _ = make_ingress()
 

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import sys
+import time
 import types
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from deployments.model_replica import ModelReplica
 from models.config import EngineConfig
 from models.engine.async_engine import AsyncEngine
-from models.errors import EngineDeadError, InvalidRequestError
+from models.errors import DeadlineExceededError, EngineDeadError, InvalidRequestError
 from sampling.errors import InvalidSamplingParamsError
 from tests.unit.models.engine.fakes import ByteText, GatedRunner, make_engine
 
@@ -22,19 +23,25 @@ class Spelling(ByteText):
         return f"<{token_id}>", bytes([token_id % 256])
 
 
+class SlowSpelling(Spelling):
+    def encode(self, prompt):
+        time.sleep(0.2)
+        return super().encode(prompt)
+
+
 @pytest.fixture
 async def make_replica(monkeypatch):
     """Replicas whose constructor gets an engine that draws what the prompt says."""
     opened = []
 
-    def make(runner=None):
+    def make(runner=None, text=None, **options):
         def build_engine(config, *, cache_folder, progress):
             progress("built")
-            return AsyncEngine(make_engine(runner), Spelling())
+            return AsyncEngine(make_engine(runner), text or Spelling())
 
         build = types.SimpleNamespace(build_engine=build_engine)
         monkeypatch.setitem(sys.modules, "models.engine.build", build)
-        opened.append((ModelReplica(EngineConfig(), "~/cache"), runner))
+        opened.append((ModelReplica(EngineConfig(), "~/cache", **options), runner))
         return opened[-1][0]
 
     yield make
@@ -58,6 +65,7 @@ def make_call(text="abc", **fields):
         "is_stop_included": False,
         "is_special_token_skipped": True,
         "cache_salt": None,
+        "timeout_s": None,
         **fields,
     }
 
@@ -111,6 +119,29 @@ async def test_log_probabilities_are_spelled(make_replica):
 async def test_a_call_that_cannot_be_served_raises_our_errors(make_replica, fields, error):
     with pytest.raises(error):
         await read(make_replica(), make_call(**fields))
+
+
+@pytest.mark.parametrize(
+    ("own_s", "default_s", "limit_s"), [(0.01, 0.0, 0.01), (None, 0.02, 0.02), (0.01, 60.0, 0.01)]
+)
+async def test_a_request_ends_at_its_own_time_limit_or_else_at_the_models(
+    make_replica, own_s, default_s, limit_s
+):
+    replica = make_replica(text=SlowSpelling(), request_timeout_s=default_s)
+
+    with pytest.raises(DeadlineExceededError) as caught:
+        await read(replica, make_call(timeout_s=own_s))
+
+    assert caught.value.timeout_s == limit_s
+
+
+@pytest.mark.parametrize(("own_s", "default_s"), [(None, 0.0), (60.0, 0.01)])
+async def test_a_request_without_a_limit_or_with_a_wider_one_has_its_time(
+    make_replica, own_s, default_s
+):
+    replica = make_replica(text=SlowSpelling(), request_timeout_s=default_s)
+
+    assert await read(replica, make_call(timeout_s=own_s))
 
 
 async def test_a_caller_that_leaves_aborts_its_request(make_replica):

@@ -36,6 +36,7 @@ def test_a_bare_request_takes_every_default_of_the_engine():
     assert request.is_special_token_skipped
     assert not request.is_stop_included
     assert request.cache_salt is None
+    assert request.timeout_s is None
     assert request.adapter is None
 
 
@@ -83,6 +84,7 @@ def test_every_other_field_reaches_the_engine():
         include_stop_str_in_output=True,
         skip_special_tokens=False,
         cache_salt="tenant",
+        timeout_s=2.5,
     )
 
     assert request.num_choices == 4
@@ -91,6 +93,20 @@ def test_every_other_field_reaches_the_engine():
     assert request.is_stop_included
     assert not request.is_special_token_skipped
     assert request.cache_salt == "tenant"
+    assert request.timeout_s == 2.5
+
+
+def test_every_prompt_of_a_completion_gets_the_time_limit():
+    job = completion_job(prompt=["a", "b"], timeout_s=60)
+
+    assert [call["timeout_s"] for call in job.calls] == [60.0, 60.0]
+
+
+def test_a_default_time_limit_counts_only_for_a_request_without_one():
+    (bare,), (own,) = chat_job().calls, chat_job(timeout_s=9).calls
+
+    assert to_generation_request(bare, default_timeout_s=3.0).timeout_s == 3.0
+    assert to_generation_request(own, default_timeout_s=3.0).timeout_s == 9.0
 
 
 def test_messages_keep_what_templates_read():
