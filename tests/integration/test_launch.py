@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from tests.conftest import CACHE_FOLDER
+from tests.integration.process_tags import ProcessTag
 
 pytestmark = pytest.mark.integration
 
@@ -33,15 +35,24 @@ class Launcher:
 
     def __init__(self, folder: Path, *words: str) -> None:
         self.port = _find_free_port()
+        self._tag = ProcessTag()
         self._stdout, self._stderr = folder / "stdout", folder / "stderr"
         with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "cluster.launch", "up", f"port={self.port}", *words],
                 cwd=_ROOT,
-                env={**os.environ, "MEDLEY_CACHE_DIR": str(CACHE_FOLDER)},
+                env={
+                    **os.environ,
+                    "MEDLEY_CACHE_DIR": str(CACHE_FOLDER),
+                    **self._tag.environment,
+                },
                 stdout=stdout,
                 stderr=stderr,
             )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def stdout(self) -> str:
@@ -61,12 +72,15 @@ class Launcher:
             pause.wait(0.1)
         raise AssertionError(f"no '{text}' in time:\n{self.stderr}")
 
-    def stop(self, number: signal.Signals) -> tuple[int, list[psutil.Process]]:
-        """Send a signal; return the exit status and the processes that are left."""
-        tree = psutil.Process(self.process.pid).children(recursive=True)
-        self.process.send_signal(number)
+    def stop(self, *numbers: signal.Signals) -> tuple[int, list[psutil.Process]]:
+        """Send signals, a second apart; return the exit status and the processes that are left."""
+        pause = threading.Event()
+        for index, number in enumerate(numbers):
+            if index:
+                pause.wait(1.0)
+            self.process.send_signal(number)
         status = self.process.wait(timeout=_STOP_LIMIT_S)
-        return status, [process for process in tree if process.is_running()]
+        return status, self._tag.processes()
 
 
 def _find_free_port() -> int:
@@ -92,6 +106,25 @@ def _run_to_its_end(folder: Path, *words: str) -> tuple[int, list[str]]:
         return status, launcher.stderr.splitlines()
 
 
+@contextlib.contextmanager
+def _open_stream(launcher: Launcher) -> Iterator[Iterator[str]]:
+    """Ask for a long story; yield its lines from the first event on."""
+    body = {
+        "model": _MODEL_ID,
+        "messages": [{"role": "user", "content": "Tell me a long story."}],
+        "stream": True,
+        "max_tokens": 7000,
+        "ignore_eos": True,
+    }
+    with httpx.stream(
+        "POST", f"{launcher.url}/v1/chat/completions", json=body, timeout=_START_LIMIT_S
+    ) as response:
+        lines = response.iter_lines()
+        first = next(line for line in lines if line.startswith("data: "))
+        assert "choices" in json.loads(first.removeprefix("data: "))
+        yield lines
+
+
 def _read_events(lines: Iterator[str]) -> list[str]:
     return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
 
@@ -105,7 +138,6 @@ def test_a_started_service_answers_and_ends_in_order_with_a_stream_open(tmp_path
         finally:
             signal.signal(signal.SIGINT, previous)
         launcher.wait_for("Medley is ready")
-        url = f"http://127.0.0.1:{launcher.port}"
 
         (ready_line,) = launcher.stdout.splitlines()
         command = shlex.split(ready_line.partition("try: ")[2])
@@ -115,34 +147,45 @@ def test_a_started_service_answers_and_ends_in_order_with_a_stream_open(tmp_path
             headers=dict([command[command.index("-H") + 1].split(": ")]),
             timeout=_START_LIMIT_S,
         ).json()
-        body = {
-            "model": _MODEL_ID,
-            "messages": [{"role": "user", "content": "Tell me a long story."}],
-            "stream": True,
-            "max_tokens": 7000,
-            "ignore_eos": True,
-        }
-        with httpx.stream(
-            "POST", f"{url}/v1/chat/completions", json=body, timeout=_START_LIMIT_S
-        ) as response:
-            lines = response.iter_lines()
-            first = next(line for line in lines if line.startswith("data: "))
+        with _open_stream(launcher) as lines:
             status, remaining = launcher.stop(signal.SIGINT)
             events = _read_events(lines)
 
-    assert command[:2] == ["curl", f"{url}/v1/chat/completions"]
+    assert re.search(r"KV cache: [1-9]\d* blocks of 16 tokens", launcher.stderr)
+    assert command[:2] == ["curl", f"{launcher.url}/v1/chat/completions"]
     assert "Paris" in answer["choices"][0]["message"]["content"]
-    assert "choices" in json.loads(first.removeprefix("data: "))
     assert "error" in json.loads(events[-1])
     assert "[DONE]" not in events
     assert (status, remaining) == (0, [])
 
 
-def test_a_signal_while_it_loads_ends_it_in_order(tmp_path: Path) -> None:
+def test_a_second_interrupt_ends_it_at_once_with_a_stream_open(tmp_path: Path) -> None:
     with _launch(tmp_path) as launcher:
-        launcher.wait_for("starting Ray Serve")
+        launcher.wait_for("Medley is ready")
+        with _open_stream(launcher) as lines:
+            status, remaining = launcher.stop(signal.SIGINT, signal.SIGINT)
+            with contextlib.suppress(httpx.RemoteProtocolError):
+                events = _read_events(lines)
+                assert "[DONE]" not in events
 
-        status, remaining = launcher.stop(signal.SIGTERM)
+    assert (status, remaining) == (130, [])
+
+
+@pytest.mark.parametrize(
+    ("progress", "number"),
+    [
+        ("starting Ray Serve", signal.SIGTERM),
+        ("loading weights", signal.SIGTERM),
+        ("loading weights", signal.SIGINT),
+    ],
+)
+def test_a_signal_while_it_loads_ends_it_in_order(
+    tmp_path: Path, progress: str, number: signal.Signals
+) -> None:
+    with _launch(tmp_path) as launcher:
+        launcher.wait_for(progress)
+
+        status, remaining = launcher.stop(number)
 
     assert (status, remaining) == (0, [])
     assert launcher.stdout == ""
@@ -166,6 +209,29 @@ def test_a_model_that_the_replica_refuses_is_told_in_one_line(tmp_path: Path) ->
     assert status == 1
     assert lines[-1].startswith("medley: model: ")
     assert "damaged.gguf" in lines[-1]
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_a_kv_budget_beyond_the_machine_is_told_in_one_line(tmp_path: Path) -> None:
+    status, lines = _run_to_its_end(tmp_path, "kv_budget_bytes=10000000000000")
+
+    assert status == 1
+    # The replica finds it out, after progress of its own.
+    assert [line for line in lines if line.startswith("medley: ")] == lines[-1:]
+    assert lines[-1].startswith("medley: model: ")
+    assert "GiB" in lines[-1]
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_a_model_of_another_kind_is_told_in_one_line(tmp_path: Path) -> None:
+    config = {"architectures": ["BertForMaskedLM"], "model_type": "bert"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    status, lines = _run_to_its_end(tmp_path, f"model={tmp_path}")
+
+    assert status == 1
+    assert [line for line in lines if line.startswith("medley: ")] == lines[-1:]
+    assert "not a causal language model but BertForMaskedLM" in lines[-1]
     assert not any("Traceback" in line for line in lines)
 
 

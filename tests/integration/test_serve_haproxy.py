@@ -9,8 +9,10 @@ from pathlib import Path
 
 import httpx
 import openai
+import psutil
 import pytest
 
+from tests.integration.process_tags import ProcessTag
 from tests.integration.tiny_service_model import TINY_ID
 
 pytestmark = pytest.mark.integration
@@ -22,9 +24,20 @@ LIMIT_S = 60
 class ServingProcess:
     """The process, its address, and what it says of its engine."""
 
-    def __init__(self, process):
+    def __init__(self, process, tag):
         self._process = process
+        self._tag = tag
         self.url = self._read("url:")
+
+    def listeners(self):
+        """Return the names of its processes that accept connections to the address."""
+        port = int(self.url.rpartition(":")[2])
+        return {
+            process.name()
+            for process in self._tag.processes()
+            for connection in process.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        }
 
     def stats(self):
         self._process.stdin.write("\n")
@@ -40,6 +53,7 @@ class ServingProcess:
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory):
+    tag = ProcessTag()
     process = subprocess.Popen(
         [
             sys.executable,
@@ -52,6 +66,7 @@ def serving(tmp_path_factory):
             **os.environ,
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+            **tag.environment,
         },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -59,7 +74,7 @@ def serving(tmp_path_factory):
         text=True,
     )
     try:
-        yield ServingProcess(process)
+        yield ServingProcess(process, tag)
         process.stdin.close()
         process.wait(timeout=LIMIT_S)
     finally:
@@ -91,6 +106,10 @@ def complete(client, **fields):
         extra_body={"ignore_eos": True},
         **{"max_tokens": 30, **fields},
     )
+
+
+def test_haproxy_and_nobody_else_listens_on_the_port(serving):
+    assert serving.listeners() == {"haproxy"}
 
 
 def test_a_stream_has_the_text_of_the_whole_answer(client):

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from models.config import KVCacheConfig
 from tests.integration.conftest import BUNDLED_ID
 from tests.integration.tiny_service_model import TINY_ID, TINY_WINDOW_TOKENS
 
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.integration
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 # Ends within this time or is broken; nothing here is about speed.
 LIMIT_S = 60
+BLOCK_SIZE_TOKENS = KVCacheConfig().block_size_tokens
 
 
 @pytest.fixture
@@ -44,6 +46,10 @@ def wait_until_running(service, num_running, model_id=TINY_ID, limit_s=10):
     while service.stats(model_id)["num_running"] < num_running:
         assert time.monotonic() < end_s
         time.sleep(0.02)
+
+
+def num_held_blocks(stats):
+    return stats["num_blocks"] - stats["num_free_blocks"]
 
 
 def chat(client, **fields):
@@ -178,6 +184,9 @@ def test_the_words_of_the_template_and_both_numbers_are_told(client):
         chat(client, messages=[*QUESTION, {"role": "system", "content": "x"}])
     with pytest.raises(openai.BadRequestError) as caught:
         chat(client, messages=[{"role": "user", "content": "x" * 5000}])
+    # A byte is a token, and so the template's marks count too.
+    num_prompt_tokens = len("<user>" + "x" * 5000 + "<assistant>")
+    assert str(num_prompt_tokens) in caught.value.body["message"]
     assert str(TINY_WINDOW_TOKENS) in caught.value.body["message"]
     assert caught.value.body["code"] == "context_length_exceeded"
 
@@ -213,13 +222,15 @@ def test_bad_requests_leave_a_running_stream_alone(client):
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_client_that_leaves_frees_its_place_while_others_go_on(service, client, is_stream):
     wait_until_idle(service)
-    other = iter(chat(client, stream=True, max_tokens=300, extra_body={"ignore_eos": True}))
+    num_tokens = 1000
+    other = iter(chat(client, stream=True, max_tokens=num_tokens, extra_body={"ignore_eos": True}))
     next(other)
+    most_blocks_of_other = (num_tokens + 100) // BLOCK_SIZE_TOKENS + 1
     body = json.dumps(
         {
             "model": TINY_ID,
-            "prompt": "abc",
-            "max_tokens": 4000,
+            "prompt": "abc" * num_tokens,
+            "max_tokens": num_tokens,
             "ignore_eos": True,
             "stream": is_stream,
             "n": 2,
@@ -232,11 +243,14 @@ def test_a_client_that_leaves_frees_its_place_while_others_go_on(service, client
             b"content-length: %d\r\n\r\n%b" % (len(body), body)
         )
         wait_until_running(service, 3)
+        assert num_held_blocks(service.stats(TINY_ID)) > 2 * most_blocks_of_other
 
     end_s = time.monotonic() + 10
-    while service.stats(TINY_ID)["num_running"] > 1:
+    while (stats := service.stats(TINY_ID))["num_running"] > 1:
         assert time.monotonic() < end_s
         time.sleep(0.02)
+    assert stats["num_running"] == 1
+    assert num_held_blocks(stats) <= most_blocks_of_other
     *_, last = other
     assert last.choices[0].finish_reason == "length"
     wait_until_idle(service)

@@ -139,7 +139,7 @@ def test_progress_tells_of_loading_of_the_check_and_of_the_cache(folder, tmp_pat
 
     assert len(lines) == 3
     assert lines[0] == f"loading weights of {folder} as float32 on cpu"
-    assert "checking" in lines[1]
+    assert "against the model's own" in lines[1]
     assert lines[2] == "KV cache: 64 blocks of 4 tokens, 256 tokens in all, 0 MiB"
 
 

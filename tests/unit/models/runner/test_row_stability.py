@@ -65,6 +65,16 @@ def test_a_limit_between_the_usual_numbers_is_tried_itself():
     assert measure(lambda count: count == 104, limit=104) == 32
 
 
+def test_rows_at_the_end_count_as_those_at_the_start(monkeypatch):
+    monkeypatch.setattr(row_stability, "MIN_COMPARED_ELEMENTS", 1)  # as for a very wide product
+
+    def product(rows):
+        is_start = rows.storage_offset() == 0
+        return rows.double() + float(len(rows) > 16 and not is_start)
+
+    assert stable_rows(product, WIDTH, torch.bfloat16, 256) == 16
+
+
 def test_numbers_beyond_the_limit_do_not_count():
     assert measure(lambda count: count > 96, limit=96) == 96
 
@@ -104,9 +114,9 @@ class Router(nn.Linear):
 class Experts(nn.Module):
     """A stack of matrices that no linear layer holds."""
 
-    def __init__(self, dtype=None):
+    def __init__(self, dtype=None, num_columns=24):
         super().__init__()
-        self.stack = nn.Parameter(torch.randn(4, 24, WIDTH, dtype=dtype))
+        self.stack = nn.Parameter(torch.randn(4, num_columns, WIDTH, dtype=dtype))
 
 
 def fake_measurement(monkeypatch, rows_of_shape):
@@ -125,14 +135,14 @@ def fake_measurement(monkeypatch, rows_of_shape):
 def test_exactly_the_products_that_need_it_are_tiled(monkeypatch):
     fake_measurement(monkeypatch, {(16, 24): 16, (24, 16): 32})
     model = nn.Sequential(
-        nn.Linear(16, 24), nn.Linear(16, 32), nn.Linear(24, 16), Conv1D(24, 16), Conv1D(32, 16)
+        nn.Linear(16, 24), nn.Linear(16, 32), Conv1D(24, 16), Conv1D(32, 16), nn.Linear(24, 16)
     ).bfloat16()
 
     policy = make_row_independent(model, max_rows=256)
 
     classes = [type(layer) for layer in model]
-    assert classes == [TiledLinear, nn.Linear, TiledLinear, TiledConv1D, Conv1D]
-    assert [model[index].tile_rows for index in (0, 2, 3)] == [16, 32, 16]
+    assert classes == [TiledLinear, nn.Linear, TiledConv1D, Conv1D, TiledLinear]
+    assert [model[index].tile_rows for index in (0, 2, 4)] == [16, 16, 32]
     assert policy == RowPolicy(ROW_MULTIPLE, max_forward_rows=0, smallest_tile_rows=16)
 
 
@@ -186,6 +196,14 @@ def test_stacks_of_matrices_bound_the_forward_pass(monkeypatch):
 
     assert policy == RowPolicy(ROW_MULTIPLE, max_forward_rows=32, smallest_tile_rows=0)
     assert asked[1:] == [(16, 24, torch.bfloat16, 256, 1)]  # an expert gets any number of rows
+
+
+@pytest.mark.parametrize("rows_of_shape", [{24: 32, 48: 16}, {24: 16, 48: 32}, {48: 16}])
+def test_the_least_stable_stack_bounds_the_forward_pass(monkeypatch, rows_of_shape):
+    fake_measurement(monkeypatch, {(16, columns): rows for columns, rows in rows_of_shape.items()})
+    model = nn.Sequential(Experts(), Experts(num_columns=48)).bfloat16()
+
+    assert make_row_independent(model, max_rows=256).max_forward_rows == 16
 
 
 def test_a_subclass_of_a_linear_layer_keeps_its_own_arithmetic(monkeypatch):
