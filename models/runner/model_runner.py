@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from sampling.sampler import SampledRow, Sampler, SamplingRow
 
 from models.requests import TokenLogprob
 from models.runner.inputs import split_parts
 from models.runner.packed_forward import PackedForward
 from models.scheduling.step_plan import SampledToken, ScheduledSequence, StepPlan, StepResult
+from sampling.sampler import SampledRow, Sampler, SamplingRow
 
 
 class ModelRunner:
