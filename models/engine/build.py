@@ -20,7 +20,7 @@ from models.errors import ConfigError
 from models.kv_cache.ledger import BlockManager
 from models.kv_cache.store import KVCachePlan, KVCachePool, plan_kv_cache
 from models.loading.bundled import convert_gguf, ensure_bundled_model
-from models.loading.loader import DTYPES, LoadedModel, load_model
+from models.loading.loader import DTYPES, LoadedModel, load_model, resolve_device
 from models.loading.preflight import (
     available_host_memory_bytes,
     check_model_files,
@@ -142,9 +142,14 @@ def assemble(
 
 
 def available_memory_bytes(device: str) -> int:
-    """Return the bytes that a model on ``device`` can still take."""
-    if device.startswith("cuda") and torch.cuda.is_available():
-        free_bytes, _ = torch.cuda.mem_get_info(device)
+    """Return the bytes that a model on ``device`` can still take.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    resolved = resolve_device(device)
+    if resolved.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(resolved)
         return free_bytes
     return available_host_memory_bytes()
 

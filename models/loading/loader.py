@@ -58,7 +58,7 @@ def load_model(config: ModelConfig, path: str, progress: Callable[[str], None]) 
     """
     hf_config = _read_config(path)
     check_config(hf_config)
-    device = _device(config.device)
+    device = resolve_device(config.device)
     dtype = DTYPES[config.dtype]
     progress(f"loading weights of {path or config.model_id} as {config.dtype} on {config.device}")
     model = _read_weights(path, dtype, device)
@@ -212,15 +212,21 @@ def _vocabulary_size(model: PreTrainedModel) -> int:
     return num_rows
 
 
-def _device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
+    """Return the device of that name.
+
+    Raises:
+        ConfigError: there is none, or not here.
+    """
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError("device", f"'{name}' is not a device") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", f"'{name}': no GPU is available here")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError("device", f"'{name}': there are {torch.cuda.device_count()} GPUs here")
+    num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise ConfigError("device", f"'{name}': the last GPU here is cuda:{num_gpus - 1}")
     if device.type not in {"cpu", "cuda"}:
         raise ConfigError("device", f"'{name}' is neither cpu nor cuda")
     return device

@@ -61,12 +61,13 @@ class Float32Head(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name
         """Map [..., T, K] in half precision to [..., T, N] float32."""
         tiles = torch.split(input.flatten(0, -2), self.tile_rows)
-        logits = torch.cat([self._product(tile) for tile in tiles])
+        logits = torch.cat([self.product(tile) for tile in tiles])
         if self.bias is not None:
             logits += self.bias
         return logits.view(*input.shape[:-1], -1)
 
-    def _product(self, rows: Tensor) -> Tensor:
+    def product(self, rows: Tensor) -> Tensor:
+        """Map [T, K] to [T, N] in one piece, without the bias."""
         rounded = functional.linear(rows, self.weight)
         remainder = torch.addmm(rounded, rows, self.weight.t(), beta=-1)
         return rounded.float().add_(remainder)

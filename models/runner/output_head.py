@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from models.runner.linear_layers import Float32Head, TiledLinear
+from models.runner.row_stability import row_limit, stable_rows
 
 
 def make_logits_float32(model: PreTrainedModel, *, max_rows: int) -> None:
@@ -20,12 +21,15 @@ def make_logits_float32(model: PreTrainedModel, *, max_rows: int) -> None:
     A head that is no plain linear layer is left alone.
 
     Args:
-        model: after ``make_row_independent``, whose tiles are kept.
+        model: after ``make_row_independent``. On the CPU the head's tile is measured again, on its
+            own two products: of the remainder every bit shows, not one in 256.
         max_rows: most rows of a step.
     """
     head = model.get_output_embeddings()
     if type(head) not in (nn.Linear, TiledLinear) or head.weight.dtype == torch.float32:
         return
-    tile_rows = head.tile_rows if isinstance(head, TiledLinear) else max_rows
     head.__class__ = Float32Head
-    head.tile_rows = tile_rows
+    head.tile_rows = max_rows
+    if head.weight.device.type == "cpu":
+        limit = row_limit(max_rows)
+        head.tile_rows = stable_rows(head.product, head.in_features, head.weight.dtype, limit)

@@ -55,7 +55,7 @@ class PackedForward:
             rows: rows whose logits are wanted; may be empty.
 
         Returns:
-            [len(rows), V] in the model's dtype, or None if ``rows`` is empty.
+            [len(rows), V] in the dtype of the model's head, or None if ``rows`` is empty.
         """
         self._backend.begin_step(inputs.layout)
         wanted = list(rows) or [0]

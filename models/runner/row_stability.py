@@ -64,7 +64,7 @@ def make_row_independent(model: nn.Module, *, max_rows: int) -> RowPolicy:
         return RowPolicy(multiple=1, max_forward_rows=0, smallest_tile_rows=0)
     if weight.dtype == torch.float32:
         return RowPolicy(ROW_MULTIPLE, max_forward_rows=0, smallest_tile_rows=0)
-    limit = min(LARGEST_TILE_ROWS, -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE)
+    limit = row_limit(max_rows)
     tiles: dict[tuple[object, ...], int] = {}
     smallest = 0
     for layer in _linear_layers(model):
@@ -94,6 +94,11 @@ def make_row_independent(model: nn.Module, *, max_rows: int) -> RowPolicy:
         if rows < max_rows:
             forward_rows = min(forward_rows or rows, rows)
     return RowPolicy(ROW_MULTIPLE, forward_rows, smallest)
+
+
+def row_limit(max_rows: int) -> int:
+    """Return the largest number of rows of one product that is of interest."""
+    return min(LARGEST_TILE_ROWS, -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE)
 
 
 @torch.inference_mode()

@@ -46,10 +46,10 @@ def check_model(
         for length in LENGTHS
     ]
     chunked = _run_chunked(forward, prompts, _tables(pool))
+    is_routed = model.dtype != torch.float32 and _has_experts(model)
     worst = 0.0
     for prompt, logits in zip(prompts, chunked, strict=True):
-        expected = _own_forward(model, prompt)
-        error = float((logits - expected).norm() / expected.norm())
+        error = _relative_error(logits, _own_forward(model, prompt), is_routed=is_routed)
         if not math.isfinite(error):
             raise ConfigError("model", f"'{name}' is not served: its logits are not finite numbers")
         worst = max(worst, error)
@@ -60,6 +60,23 @@ def check_model(
             f"forward pass by {worst:.2g} (at most {TOLERANCE[model.dtype]:g} is expected)",
         )
     return worst
+
+
+def _has_experts(model: PreTrainedModel) -> bool:
+    return any(parameter.dim() > 2 for parameter in model.parameters())
+
+
+def _relative_error(logits: Tensor, expected: Tensor, *, is_routed: bool) -> float:
+    """Return the error of [T, V] logits: of all tokens, or with ``is_routed`` of the median token.
+
+    Where two experts are nearly equal, the last bit of half precision decides which of them a
+    token gets; such a token differs by tens of percent with nothing being wrong. What is wrong
+    with a model's attention shows in most tokens.
+    """
+    difference = logits - expected
+    if is_routed:
+        return float((difference.norm(dim=1) / expected.norm(dim=1)).median())
+    return float(difference.norm() / expected.norm())
 
 
 def _tables(pool: KVCachePool) -> list[tuple[int, ...]]:

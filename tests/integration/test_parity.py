@@ -67,9 +67,10 @@ def _longrope_family(original: int) -> Family:
         "rope_theta": 10000.0,
         "short_factor": [1.0] * 8,
         "long_factor": [1.0 + 0.5 * index for index in range(8)],
-        "original_max_position_embeddings": original,
     }
-    return Family("phi3", "phi3", {"rope_parameters": rope})
+    # Inside of rope_parameters the configuration class would overwrite it.
+    extra = {"rope_parameters": rope, "original_max_position_embeddings": original}
+    return Family("phi3", "phi3", extra)
 
 
 @pytest.mark.parametrize("original", [32, 256])

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from models.config import EngineConfig, KVCacheConfig, ModelConfig, SchedulerConfig
 from models.engine import build
 from models.engine.build import (
+    available_memory_bytes,
     build_engine,
     describe_numerics,
     plan_num_threads,
@@ -172,6 +173,39 @@ def test_a_file_that_is_no_gguf_is_refused(folder, tmp_path):
     error = refuse(config_for(folder / "config.json"), tmp_path)
 
     assert error.reason.endswith("config.json' is a file, not the folder of a model")
+
+
+def test_a_device_that_is_not_there_is_refused_before_its_memory_is_asked_for(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    error = refuse(config_for(folder, device="cuda:9"), tmp_path)
+
+    assert str(error) == "device: 'cuda:9': the last GPU here is cuda:0"
+
+
+def test_the_memory_of_the_device_counts(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 + device.index, 5000))
+    monkeypatch.setattr(build, "available_host_memory_bytes", lambda: 7)
+
+    assert available_memory_bytes("cuda:1") == 1001
+    assert available_memory_bytes("cpu") == 7
+
+
+def test_a_cache_for_which_there_is_no_room_is_refused(folder, tmp_path, monkeypatch):
+    def no_room(*_):
+        raise RuntimeError("out of memory\nand more")
+
+    monkeypatch.setattr(build, "KVCachePool", no_room)
+
+    error = refuse(config_for(folder), tmp_path)
+
+    assert error.field == "kv_budget_bytes"
+    assert "no room for a KV cache of 0.0 GiB" in error.reason
 
 
 def test_a_budget_that_holds_no_block_is_refused(folder, tmp_path):

@@ -62,15 +62,22 @@ def test_a_row_does_not_depend_on_its_tile():
     assert torch.equal(_head(tile_rows=8)(hidden), whole)
 
 
-def test_the_head_of_a_half_precision_model_is_replaced_and_keeps_its_tiles():
+def test_the_head_of_a_half_precision_model_gets_tiles_of_its_own(monkeypatch):
     model = make_model(FAMILIES[0], dtype=torch.bfloat16)
     model.lm_head.__class__ = TiledLinear
-    model.lm_head.tile_rows = 16
+    model.lm_head.tile_rows = 32
+    measured = []
 
-    make_logits_float32(model, max_rows=64)
+    def fake_stable_rows(product, width, dtype, limit):
+        measured.append((product, width, dtype, limit))
+        return 16
+
+    monkeypatch.setattr("models.runner.output_head.stable_rows", fake_stable_rows)
+    make_logits_float32(model, max_rows=61)
 
     assert type(model.lm_head) is Float32Head
     assert model.lm_head.tile_rows == 16
+    assert measured == [(model.lm_head.product, 64, torch.bfloat16, 64)]
 
 
 def test_the_head_of_a_float32_model_is_left_alone():

@@ -79,7 +79,9 @@ def test_numbers_beyond_the_limit_do_not_count():
     assert measure(lambda count: count > 96, limit=96) == 96
 
 
-def test_odd_numbers_of_rows_count_only_where_they_occur():
+def test_odd_numbers_of_rows_count_only_where_they_occur(monkeypatch):
+    monkeypatch.setattr(row_stability, "MAX_COMPARED_ROWS", 512)
+
     def is_broken(count):
         return count == 13
 
@@ -243,14 +245,16 @@ def test_experts_and_routers_of_a_mixture_are_found(monkeypatch, name, shapes):
     assert policy.max_forward_rows == 8
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
-def test_a_model_without_experts_has_no_bound_on_its_forward_pass(name):
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_model_without_experts_has_no_bound_on_its_forward_pass(monkeypatch, name):
+    monkeypatch.setattr(row_stability, "MAX_COMPARED_ROWS", 512)
     model = make_model(family(name), dtype=torch.bfloat16)
 
     assert make_row_independent(model, max_rows=64).max_forward_rows == 0
 
 
-def test_a_router_in_float32_is_no_obstacle():
+def test_a_router_in_float32_is_no_obstacle(monkeypatch):
+    monkeypatch.setattr(row_stability, "MAX_COMPARED_ROWS", 512)
     extra = {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,

@@ -59,6 +59,22 @@ def test_rounding_to_bfloat16_passes(name):
     assert Checked(model).error() <= TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_a_token_that_rounding_sends_to_another_expert_is_no_fault(name, seed):
+    model = make_model(family(name), dtype=torch.bfloat16, seed=seed, head_dim=32)
+
+    assert Checked(model).error() <= TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_a_mixture_of_experts_that_never_calls_the_backend_is_refused(name):
+    checked = Checked(make_model(family(name), dtype=torch.bfloat16))
+    checked.model.config._attn_implementation = "eager"
+
+    checked.assert_refused()
+
+
 @pytest.mark.parametrize("block_size", [1, 3, 16, 32])
 def test_any_block_size_passes(block_size):
     checked = Checked(make_model(family("llama")), block_size=block_size, num_blocks=18)
