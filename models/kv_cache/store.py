@@ -94,31 +94,14 @@ class KVCachePool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        size = plan.block_size_tokens
+        def zeros(num_heads: int, width: int) -> Tensor:
+            shape = (num_heads, plan.num_blocks + 1, plan.block_size_tokens, width)
+            return torch.zeros(shape, dtype=dtype, device=device)
+
         self.plan = plan
         self.null_block_id = plan.num_blocks
-        self.keys = [
-            torch.zeros(
-                layer.num_kv_heads,
-                plan.num_blocks + 1,
-                size,
-                layer.key_width,
-                dtype=dtype,
-                device=device,
-            )
-            for layer in layers
-        ]
-        self.values = [
-            torch.zeros(
-                layer.num_kv_heads,
-                plan.num_blocks + 1,
-                size,
-                layer.value_width,
-                dtype=dtype,
-                device=device,
-            )
-            for layer in layers
-        ]
+        self.keys = [zeros(layer.num_kv_heads, layer.key_width) for layer in layers]
+        self.values = [zeros(layer.num_kv_heads, layer.value_width) for layer in layers]
 
     def write_(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store the keys and values of a step's tokens, in place.

@@ -1,6 +1,7 @@
 """Hundreds of mixed requests through HTTP, Ray Serve and the real model."""
 
 import asyncio
+import dataclasses
 import itertools
 import os
 import sys
@@ -14,18 +15,19 @@ from deployments.ingress import Ingress
 from tests.benchmarks.service_process import replica_rss_bytes
 from tests.conftest import CACHE_FOLDER
 from tests.integration.conftest import BUNDLED_ID, run_service
-from tests.soak.mixed_load import Bounds, mixed_requests
+from tests.soak.engine_run import BUNDLED_BOUNDS, SMALL_KERNEL_CACHES
+from tests.soak.mixed_load import mixed_requests
 
 pytestmark = pytest.mark.soak
 
-NUM_SPELLS = 2
-NUM_REQUESTS_PER_SPELL = 30
+NUM_SPELLS = 8
+NUM_REQUESTS_PER_SPELL = 100
 NUM_CLIENTS = 16
-BOUNDS = Bounds(vocabulary_size=49_000, longest_prompt_tokens=400, most_new_tokens=64)
+# As in the engine's own soak; the ingress holds no tensors.
+NUM_WARM_UP_SPELLS = 2
+MOST_GROWTH_BYTES = {Ingress.__name__: 10_000_000, make_deployment_name(BUNDLED_ID): 20_000_000}
 LIMIT_S = 300
 IDLE_LIMIT_S = 10
-INGRESS = Ingress.__name__
-MODEL = make_deployment_name(BUNDLED_ID)
 
 
 class Clients:
@@ -35,7 +37,7 @@ class Clients:
         self.num_left = 0
         self.num_complete = 0
         self._url = url
-        self._requests = mixed_requests(BOUNDS)
+        self._requests = mixed_requests(BUNDLED_BOUNDS)
 
     async def work(self):
         """Put one spell of requests."""
@@ -96,9 +98,25 @@ async def wait_until_idle(service):
         await asyncio.sleep(0.1)
 
 
+@dataclasses.dataclass
+class Soaked:
+    """What was left.
+
+    Attributes:
+        clients: those who asked.
+        states: of the engine, after each spell.
+        rss_bytes: resident memory by deployment, after each spell.
+        num_open: requests that the ingress still had open at the end.
+    """
+
+    clients: Clients
+    states: list
+    rss_bytes: list
+    num_open: int
+
+
 @pytest.fixture(scope="module")
 def soaked():
-    """What was left after each spell, and at the end."""
     arguments = {
         "cache_folder": str(CACHE_FOLDER),
         "shutdown_grace_s": 2.0,
@@ -108,31 +126,38 @@ def soaked():
     rss_bytes = []
     states = []
 
-    async def run(service):
-        clients = Clients(service.url)
+    async def run(service, clients):
         for _ in range(NUM_SPELLS):
             await clients.work()
             states.append(await wait_until_idle(service))
             rss_bytes.append(replica_rss_bytes(os.getpid()))
             sys.stderr.write(f"{rss_bytes[-1]}\n")
-        return clients
 
-    with run_service(arguments) as service:
-        clients = asyncio.run(run(service))
-        num_open = service.handle.begin_shutdown.remote(0.0).result(timeout_s=LIMIT_S)
-    return clients, states, rss_bytes, num_open
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in SMALL_KERNEL_CACHES.items():
+            environment.setenv(name, value)
+        with run_service(arguments) as service:
+            clients = Clients(service.url)
+            asyncio.run(run(service, clients))
+            num_open = service.handle.begin_shutdown.remote(0.0).result(timeout_s=LIMIT_S)
+    return Soaked(clients, states, rss_bytes, num_open)
 
 
 def test_every_request_was_answered_or_left(soaked):
-    clients, _, _, _ = soaked
+    clients = soaked.clients
 
     assert clients.num_complete + clients.num_left == NUM_SPELLS * NUM_REQUESTS_PER_SPELL
     assert clients.num_left > 0
 
 
-def test_no_block_is_held_and_no_stream_is_left_at_rest(soaked):
-    _, states, _, num_open = soaked
+def test_resident_memory_of_both_replicas_is_flat_after_the_warm_up(soaked):
+    begin, end = soaked.rss_bytes[NUM_WARM_UP_SPELLS - 1], soaked.rss_bytes[-1]
 
-    for state in states:
+    for name, most_bytes in MOST_GROWTH_BYTES.items():
+        assert end[name] - begin[name] < most_bytes, soaked.rss_bytes
+
+
+def test_no_block_is_held_and_no_request_is_open_at_rest(soaked):
+    for state in soaked.states:
         assert state["num_free_blocks"] == state["num_blocks"]
-    assert num_open == 0
+    assert soaked.num_open == 0
