@@ -40,11 +40,14 @@ fmt: $(STAMP)
 	$(VENV_PYTHON) -m ruff check --fix .
 	$(VENV_PYTHON) -m ruff format .
 
+# BENCH=engine,http,start chooses parts; SAVE=1 also writes docs/benchmarks.md; QUICK=1 only shows
+# that everything runs. ARGS goes to pytest.
 bench: $(STAMP)
-	$(VENV_PYTHON) -m pytest -q -s -m bench tests/benchmarks
+	$(VENV_PYTHON) -m pytest -q -s -m bench tests/benchmarks $(if $(BENCH),--bench-parts=$(BENCH)) \
+		$(if $(SAVE),--bench-save) $(if $(QUICK),--bench-quick) $(ARGS)
 
 soak: $(STAMP)
-	$(VENV_PYTHON) -m pytest -q -s -m soak
+	$(VENV_PYTHON) -m pytest -q -s -m soak tests/soak $(ARGS)
 
 lock:
 	@sh scripts/lock.sh $(PYTHON) > constraints.txt.new

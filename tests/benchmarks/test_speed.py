@@ -25,6 +25,7 @@ def test_the_table_of_speeds_is_printed(request: pytest.FixtureRequest) -> None:
     sizes = QUICK if options.bench_quick else FULL
     parts = options.bench_parts.split(",")
     assert set(parts) <= set(PARTS), f"parts are {', '.join(PARTS)}"
+    assert not (options.bench_quick and options.bench_save), "these figures are not worth keeping"
 
     found = Bench(sizes, EngineConfig(), CACHE_FOLDER, _say).run(parts)
 

@@ -212,7 +212,7 @@ def _assemble(model_path: str) -> tuple[EngineParts, Text | TokenText]:
     loaded = load_model(ModelConfig(), model_path, lambda _: None)
     tokenizer = Text.load(model_path, vocabulary_size=loaded.vocabulary_size)
     config = EngineConfig(
-        kv_cache=KVCacheConfig(budget_bytes=64 << 20),
+        kv_cache=KVCacheConfig(budget_bytes=48 << 20),
         scheduler=SchedulerConfig(max_num_seqs=16),
     )
     return assemble(loaded, tokenizer, config), tokenizer

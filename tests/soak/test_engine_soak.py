@@ -17,7 +17,7 @@ LIMIT_S = 3600
 def rests(bundled_model_path):
     order = SoakOrder(
         model_path=str(bundled_model_path),
-        num_spells=8,
+        num_spells=6,
         num_requests_per_spell=100,
         num_clients=16,
     )
@@ -25,7 +25,7 @@ def rests(bundled_model_path):
 
 
 def test_the_load_has_leavers_prefix_hits_and_preemption(rests):
-    assert rests[-1].num_requests == 800
+    assert rests[-1].num_requests == 600
     assert rests[-1].num_left > 0
     assert rests[-1].num_cached_tokens > 0
     assert rests[-1].num_preemptions > 0

@@ -20,7 +20,7 @@ from tests.soak.mixed_load import mixed_requests
 
 pytestmark = pytest.mark.soak
 
-NUM_SPELLS = 8
+NUM_SPELLS = 6
 NUM_REQUESTS_PER_SPELL = 100
 NUM_CLIENTS = 16
 # As in the engine's own soak; the ingress holds no tensors.
@@ -121,7 +121,7 @@ def soaked():
         "cache_folder": str(CACHE_FOLDER),
         "shutdown_grace_s": 2.0,
         # Too little for all clients at once, so that the engine has to preempt.
-        "kv_budget_bytes": 64 << 20,
+        "kv_budget_bytes": 48 << 20,
     }
     rss_bytes = []
     states = []
