@@ -1,16 +1,27 @@
-"""The reduced form of the soak: resident memory, blocks and streams after hundreds of requests."""
+"""The reduced forms of the soaks: memory, blocks and streams after hundreds of requests."""
+
+import os
 
 import pytest
 
+from deployments.app import make_deployment_name
+from deployments.ingress import Ingress
+from tests.benchmarks.service_process import replica_rss_bytes
+from tests.integration.tiny_service_model import TINY_ID
 from tests.soak.engine_run import SoakOrder, run_engine_soak
+from tests.soak.http_clients import HttpClients
+from tests.soak.mixed_load import Bounds
 
 pytestmark = pytest.mark.integration
 
-# From the 100th to the 500th request the process grows by about 1 MB: pages that the allocator had
-# not touched yet. The bound is 10 kB a request. It is for tensors, texts and the like; what Python
-# keeps is counted exactly, and one object a request would be 400.
+# From the 100th to the 500th request the engine's process grows by about 1 MB: pages that the
+# allocator had not touched yet. The bound is 10 kB a request. It is for tensors, texts and the
+# like; what Python keeps is counted exactly, and one object a request would be 400.
 MOST_GROWTH_BYTES = 4_000_000
 MOST_NEW_OBJECTS = 200
+# Through HTTP, from the 100th to the 400th request, both replicas grow by 1 to 3 MB, most of it
+# Ray's; the bound is 27 kB a request.
+MOST_REPLICA_GROWTH_BYTES = 8_000_000
 LIMIT_S = 300
 
 
@@ -48,3 +59,19 @@ def test_no_block_and_no_stream_is_left_at_rest(rests):
 def test_the_runner_forgets_sequences_that_ended(rests):
     # Those of the last step are told to leave with the next one.
     assert max(rest.num_rows for rest in rests) <= 16
+
+
+def test_after_400_requests_through_http_both_replicas_are_as_large_as_before(service):
+    bounds = Bounds(vocabulary_size=250, longest_prompt_tokens=64, most_new_tokens=24)
+    clients = HttpClients(service, TINY_ID, bounds, num_clients=8)
+    clients.work(100)
+    before = replica_rss_bytes(os.getpid())
+
+    state = clients.work(300)
+
+    after = replica_rss_bytes(os.getpid())
+    for name in (Ingress.__name__, make_deployment_name(TINY_ID)):
+        assert after[name] - before[name] < MOST_REPLICA_GROWTH_BYTES, (before, after)
+    assert state["num_free_blocks"] == state["num_blocks"]
+    assert clients.num_complete + clients.num_left == 400
+    assert clients.num_left > 0
