@@ -45,7 +45,15 @@ _SAME_LOOP = {
 # A compute thread that waits sleeps instead of spinning. A replica on the CPU shares its cores
 # with Serve's processes, and a thread that spins keeps the one it waits for from running: with
 # both of two cores also in other use, a step took ten times as long (measured).
-_CPU_REPLICA = {"OMP_WAIT_POLICY": "PASSIVE"}
+#
+# torch and oneDNN each keep what they compiled for a shape, 0.3 MB of it, until they have met 1,024
+# shapes. With these capacities memory comes to rest after 150 requests, 45 MB up; without them it
+# was 250 MB up after 400 and still rose (measured).
+_CPU_REPLICA = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "LRU_CACHE_CAPACITY": "64",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+}
 
 
 def build_app(args: ServiceConfig) -> serve.Application:
