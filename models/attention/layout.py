@@ -19,13 +19,11 @@ class DecodeGroup:
         row_start: first row.
         block_ids: [B, n] int64 block tables, padded with the null block.
         lengths: [B] int64 tokens to attend to, the row's own included.
-        longest: the largest of ``lengths``.
     """
 
     row_start: int
     block_ids: Tensor
     lengths: Tensor
-    longest: int
 
     @property
     def num_rows(self) -> int:

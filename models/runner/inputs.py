@@ -163,7 +163,6 @@ def _decode_groups(
                 device=device,
             ),
             lengths=torch.tensor([parts[index].end for index in members], device=device),
-            longest=max(parts[index].end for index in members),
         )
         row = end
 
