@@ -4,8 +4,9 @@ What a row gets depends on its own keys only, bit for bit in bfloat16 on the CPU
 beside it, on the padded length, or on how its prompt was cut (SDPA keeps none of this). The
 reasons, each held by a test of the primitives: keys are padded at the end, to multiples of
 KEY_MULTIPLE_TOKENS; softmax rows are reduced on their own; the product with the values is summed
-over fixed spans of VALUE_SPAN_TOKENS positions, so that the blocking a matrix library chooses for a
-long reduction (seen from 704 keys on) cannot depend on the padded length.
+over fixed spans of positions, so that the blocking a matrix library chooses for a long reduction
+(seen from 256 keys on in float32, from 704 on in bfloat16) cannot depend on the padded length;
+products in float32 have no fewer than MIN_FLOAT32_ROWS rows, below which they take another kernel.
 """
 
 from __future__ import annotations
@@ -14,19 +15,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from models.attention.backend import check_keywords, layer_index
 from models.attention.layout import DecodeGroup, PrefillSegment, StepLayout
 from models.kv_cache.store import KVCachePool
 
 VALUE_SPAN_TOKENS = 256
+FLOAT32_VALUE_SPAN_TOKENS = 128
+MIN_FLOAT32_ROWS = 4
 
 
 class MatmulAttention:
     """See the module's text. Works on any device. Owner: the step thread."""
 
-    def __init__(self, pool: KVCachePool) -> None:
+    def __init__(self, pool: KVCachePool, product_dtype: torch.dtype) -> None:
+        """Attend over ``pool``.
+
+        Args:
+            pool: keys and values, in the model's dtype.
+            product_dtype: of the operands of matrix products.
+        """
         self._pool = pool
+        self._product_dtype = product_dtype
         self._layout: StepLayout | None = None
         # Per step; layers share them when they have the same heads and window.
         self._indices: dict[tuple[int, int], Tensor] = {}
@@ -61,65 +72,38 @@ class MatmulAttention:
         if num_rows > num_tokens:
             output[:, num_tokens:] = 0
         options = _Options.of(keywords, query.shape[-1])
-        grouped = query[0].view(key.shape[1], -1, num_rows, query.shape[-1])  # [Hkv, G, T, Dk]
+        grouped = query[0].to(self._product_dtype)
+        grouped = grouped.view(key.shape[1], -1, num_rows, query.shape[-1])  # [Hkv, G, T, Dk]
         for number, group in enumerate(layout.decodes):
-            self._decode(layer, number, group, grouped, options, output[0])
+            rows = slice(group.row_start, group.row_start + group.num_rows)
+            queries = grouped[:, :, rows].transpose(1, 2)  # [Hkv, B, G, Dk]
+            keys, values = self._gather(layer, number, group.block_ids, key.shape[1])
+            mask = self._decode_mask(number, group, options.sliding_window, keys.shape[1])
+            mixed = _attend(queries, keys, values, mask, options)
+            output[0, rows] = mixed.transpose(0, 1).flatten(1, 2)
         for number, segment in enumerate(layout.prefills, start=len(layout.decodes)):
-            self._prefill(layer, number, segment, grouped, options, output[0])
+            rows = slice(segment.row_start, segment.row_start + segment.num_rows)
+            queries = grouped[:, :, rows]  # [Hkv, G, q, Dk]
+            keys, values = self._gather(layer, number, segment.block_ids, key.shape[1])
+            mask = self._prefill_mask(number, segment, options.sliding_window, keys.shape[1])
+            mixed = _attend(queries, keys, values, mask, options)
+            output[0, rows] = mixed.permute(2, 0, 1, 3).flatten(1, 2)
         return output, None
-
-    def _decode(
-        self,
-        layer: int,
-        number: int,
-        group: DecodeGroup,
-        query: Tensor,
-        options: _Options,
-        output: Tensor,
-    ) -> None:
-        num_kv_heads, num_groups, _, width = query.shape
-        rows = slice(group.row_start, group.row_start + group.num_rows)
-        keys, values = self._gather(layer, number, group.block_ids, num_kv_heads)
-        batch = num_kv_heads * group.num_rows
-        keys, values = keys.view(batch, -1, width), values.view(batch, -1, values.shape[-1])
-        queries = query[:, :, rows].transpose(1, 2).reshape(batch, num_groups, width)
-        scores = torch.bmm(queries, keys.transpose(1, 2))
-        mask = self._decode_mask(number, group, options.sliding_window, keys.shape[1])
-        scores = scores.view(num_kv_heads, group.num_rows, num_groups, -1)
-        weights = _softmax(scores, mask, options).flatten(0, 1)
-        mixed = _mix(weights, values).view(num_kv_heads, group.num_rows, num_groups, -1)
-        output[rows] = mixed.transpose(0, 1).flatten(1, 2)
-
-    def _prefill(
-        self,
-        layer: int,
-        number: int,
-        segment: PrefillSegment,
-        query: Tensor,
-        options: _Options,
-        output: Tensor,
-    ) -> None:
-        num_kv_heads, num_groups, _, width = query.shape
-        rows = slice(segment.row_start, segment.row_start + segment.num_rows)
-        keys, values = self._gather(layer, number, segment.block_ids, num_kv_heads)
-        keys = keys.view(num_kv_heads, -1, width)
-        values = values.view(num_kv_heads, -1, values.shape[-1])
-        queries = query[:, :, rows].flatten(1, 2)  # [Hkv, G * q, Dk]
-        scores = torch.bmm(queries, keys.transpose(1, 2))
-        mask = self._prefill_mask(number, segment, options.sliding_window, keys.shape[1])
-        scores = scores.view(num_kv_heads, num_groups, segment.num_rows, -1)
-        weights = _softmax(scores, mask, options).flatten(1, 2)
-        mixed = _mix(weights, values).view(num_kv_heads, num_groups, segment.num_rows, -1)
-        output[rows] = mixed.permute(2, 0, 1, 3).flatten(1, 2)
 
     def _gather(
         self, layer: int, number: int, block_ids: Tensor, num_kv_heads: int
     ) -> tuple[Tensor, Tensor]:
+        """Return keys [N, L, Dk] and values [N, L, Dv]; N is Hkv, times B for tables [B, n]."""
         index = self._indices.get((number, num_kv_heads))
         if index is None:
             index = self._pool.gather_index(block_ids, num_kv_heads)
             self._indices[number, num_kv_heads] = index
-        return self._pool.gather(layer, index)
+        keys, values = self._pool.gather(layer, index)
+        num_batches = num_kv_heads * (block_ids.shape[0] if block_ids.dim() == 2 else 1)
+        return (
+            keys.to(self._product_dtype).view(num_batches, -1, keys.shape[-1]),
+            values.to(self._product_dtype).view(num_batches, -1, values.shape[-1]),
+        )
 
     def _decode_mask(
         self, number: int, group: DecodeGroup, window: int | None, num_keys: int
@@ -180,6 +164,33 @@ class _Options:
         )
 
 
+def _attend(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, options: _Options
+) -> Tensor:
+    """Return ``softmax(queries @ keys) @ values``, of the shape of ``queries`` with Dv columns.
+
+    Args:
+        queries: [Hkv, B, G, Dk] in a decode, [Hkv, G, q, Dk] in a prefill.
+        keys: [Hkv * B, L, Dk] in a decode, [Hkv, L, Dk] in a prefill.
+        values: the same with Dv.
+        mask: [1, B, 1, L] or [q, L] bool; True hides a key.
+        options: of the layer.
+    """
+    num_rows = queries.shape[2]
+    missing = MIN_FLOAT32_ROWS - num_rows if queries.dtype == torch.float32 else 0
+    if missing > 0:
+        queries = functional.pad(queries, (0, 0, 0, missing))
+        if mask.dim() == 2:
+            mask = functional.pad(mask, (0, 0, 0, missing))
+    shape = queries.shape[:3]
+    num_batches = keys.shape[0]
+    scores = torch.bmm(
+        queries.reshape(num_batches, -1, queries.shape[-1]), keys.transpose(1, 2)
+    ).view(*shape, -1)
+    weights = _softmax(scores, mask, options).view(num_batches, -1, keys.shape[1])
+    return _mix(weights, values).view(*shape, -1)[:, :, :num_rows]
+
+
 def _softmax(scores: Tensor, mask: Tensor, options: _Options) -> Tensor:
     """Return attention weights in the dtype of ``scores``; computed in float32.
 
@@ -206,6 +217,8 @@ def _softmax_with_sinks(logits: Tensor, sinks: Tensor, is_decode: bool) -> Tenso
         is_decode: which of the two shapes.
     """
     per_head = sinks.float().view(logits.shape[0], -1)  # [Hkv, G]
+    if is_decode:
+        per_head = functional.pad(per_head, (0, logits.shape[2] - per_head.shape[1]))
     sink = per_head[:, None, :, None] if is_decode else per_head[:, :, None, None]
     peak = torch.maximum(logits.amax(dim=-1, keepdim=True), sink)
     weights = torch.exp(logits - peak)
@@ -220,11 +233,13 @@ def _mix(weights: Tensor, values: Tensor) -> Tensor:
         values: [B, L, Dv], same dtype.
     """
     length = weights.shape[-1]
-    if length <= VALUE_SPAN_TOKENS:
+    is_float32 = weights.dtype == torch.float32
+    num_span_tokens = FLOAT32_VALUE_SPAN_TOKENS if is_float32 else VALUE_SPAN_TOKENS
+    if length <= num_span_tokens:
         return torch.bmm(weights, values)
     total: Tensor | None = None
-    for start in range(0, length, VALUE_SPAN_TOKENS):
-        span = slice(start, min(start + VALUE_SPAN_TOKENS, length))
+    for start in range(0, length, num_span_tokens):
+        span = slice(start, min(start + num_span_tokens, length))
         part = torch.bmm(weights[:, :, span], values[:, span]).float()
         total = part if total is None else total.add_(part)
     assert total is not None

@@ -19,6 +19,7 @@ from models.engine.intake import EngineLimits, TextFront
 from models.errors import ConfigError
 from models.kv_cache.ledger import BlockManager
 from models.kv_cache.store import KVCachePlan, KVCachePool, plan_kv_cache
+from models.loading.arithmetic import matrix_unit, product_dtype
 from models.loading.bundled import convert_gguf, ensure_bundled_model
 from models.loading.loader import DTYPES, LoadedModel, load_model, resolve_device
 from models.loading.preflight import (
@@ -75,9 +76,10 @@ def build_engine(config: EngineConfig, *, cache_folder: Path, progress: Progress
     torch.set_num_threads(plan_num_threads(config.model))
     path = resolve_model_path(config.model, cache_folder, progress)
     if Path(path).exists():
+        held = product_dtype(DTYPES[config.model.dtype], resolve_device(config.model.device))
         check_model_files(
             Path(path),
-            dtype=config.model.dtype,
+            dtype=str(held).removeprefix("torch."),
             device=config.model.device,
             kv_budget_bytes=config.kv_cache.budget_bytes,
             available_memory_bytes=available_memory_bytes(config.model.device),
@@ -109,11 +111,12 @@ def assemble(
     Raises:
         ConfigError: the KV budget is too small, or the self-check fails.
     """
-    policy = make_row_independent(loaded.model, max_rows=config.scheduler.max_num_batched_tokens)
-    make_logits_float32(loaded.model, max_rows=config.scheduler.max_num_batched_tokens)
+    max_rows = config.scheduler.max_num_batched_tokens
+    policy = make_row_independent(loaded.model, dtype=loaded.dtype, max_rows=max_rows)
+    make_logits_float32(loaded.model, dtype=loaded.dtype, max_rows=max_rows)
     plan = plan_kv_cache(config.kv_cache, loaded.layers, loaded.dtype)
     pool = _allocate(plan, loaded)
-    backend = MatmulAttention(pool)
+    backend = MatmulAttention(pool, product_dtype(loaded.dtype, loaded.model.device))
     attach(loaded.model, backend)
     forward = PackedForward(loaded.model, pool, backend, policy)
     error = check_model(loaded.model, forward, pool, name=config.model.model_id)
@@ -191,17 +194,10 @@ def describe_numerics(loaded: LoadedModel, policy: RowPolicy) -> str:
     device = loaded.model.device
     if device.type == "cpu":
         hardware = (
-            f"cpu-{torch.backends.cpu.get_cpu_capability()}-{_matrix_unit()}"
+            f"cpu-{torch.backends.cpu.get_cpu_capability()}-{matrix_unit()}"
             f"-tile{policy.smallest_tile_rows}-threads{torch.get_num_threads()}"
         )
     else:
         hardware = torch.cuda.get_device_name(device).replace(" ", "-")
     dtype = str(loaded.dtype).removeprefix("torch.")
     return f"torch-{torch.__version__.split('+')[0]}/{hardware}/{dtype}"
-
-
-def _matrix_unit() -> str:
-    """Name what multiplies bfloat16 matrices; processors of one vector width differ in it."""
-    capabilities = torch.cpu.get_capabilities()
-    units = ("amx_bf16", "avx512_bf16", "bf16")
-    return next((unit for unit in units if capabilities.get(unit)), "vector")

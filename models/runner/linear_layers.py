@@ -13,18 +13,23 @@ from transformers.pytorch_utils import Conv1D
 
 
 class TiledLinear(nn.Linear):
-    """A linear layer that multiplies at most ``tile_rows`` rows at a time."""
+    """A linear layer that multiplies at most ``tile_rows`` rows at a time, in its weight's dtype.
+
+    The result has the dtype of the input: with weights in float32 and an input in half precision
+    the product is rounded once, at its end.
+    """
 
     tile_rows: int
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name
         """Map [..., T, K] to [..., T, N]."""
-        if input.shape[-2] <= self.tile_rows:
-            return functional.linear(input, self.weight, self.bias)
+        rows = input.to(self.weight.dtype)
+        if rows.shape[-2] <= self.tile_rows:
+            return functional.linear(rows, self.weight, self.bias).to(input.dtype)
         return torch.cat(
             [
-                functional.linear(tile, self.weight, self.bias)
-                for tile in torch.split(input, self.tile_rows, dim=-2)
+                functional.linear(tile, self.weight, self.bias).to(input.dtype)
+                for tile in torch.split(rows, self.tile_rows, dim=-2)
             ],
             dim=-2,
         )
@@ -37,20 +42,23 @@ class TiledConv1D(Conv1D):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., T, K] to [..., T, N]."""
-        if x.shape[-2] <= self.tile_rows:
-            return conv1d(self, x)
+        rows = x.to(self.weight.dtype)
+        if rows.shape[-2] <= self.tile_rows:
+            return conv1d(self, rows).to(x.dtype)
         return torch.cat(
-            [conv1d(self, tile) for tile in torch.split(x, self.tile_rows, dim=-2)],
+            [conv1d(self, tile).to(x.dtype) for tile in torch.split(rows, self.tile_rows, dim=-2)],
             dim=-2,
         )
 
 
 class Float32Head(nn.Linear):
-    """A linear layer in half precision whose result is float32, to about 16 bits.
+    """An output head for rows in half precision whose result is float32.
 
-    Two products: the first gives the rounded result; the second starts from its negative, so that
-    the matrix library, which sums in float32, rounds the remainder only. A product in float32
-    would need a copy of the weights and takes twice as long as both.
+    Where its weight is float32 (see ``product_dtype``) that is one product. Where it is half
+    precision too, to about 16 bits, it is two: the first gives the rounded result; the second
+    starts from its negative, so that the matrix library, which sums in float32, rounds the
+    remainder only. A product in float32 would need a copy of the weights there and takes twice as
+    long as both.
 
     Attributes:
         tile_rows: rows of one product, as in TiledLinear.
@@ -60,7 +68,7 @@ class Float32Head(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name
         """Map [..., T, K] in half precision to [..., T, N] float32."""
-        tiles = torch.split(input.flatten(0, -2), self.tile_rows)
+        tiles = torch.split(input.flatten(0, -2).to(self.weight.dtype), self.tile_rows)
         logits = torch.cat([self.product(tile) for tile in tiles])
         if self.bias is not None:
             logits += self.bias
@@ -69,6 +77,8 @@ class Float32Head(nn.Linear):
     def product(self, rows: Tensor) -> Tensor:
         """Map [T, K] to [T, N] in one piece, without the bias."""
         rounded = functional.linear(rows, self.weight)
+        if rounded.dtype == torch.float32:
+            return rounded
         remainder = torch.addmm(rounded, rows, self.weight.t(), beta=-1)
         return rounded.float().add_(remainder)
 

@@ -15,7 +15,7 @@ from models.runner.linear_layers import Float32Head, TiledLinear
 from models.runner.row_stability import row_limit, stable_rows
 
 
-def make_logits_float32(model: PreTrainedModel, *, max_rows: int) -> None:
+def make_logits_float32(model: PreTrainedModel, *, dtype: torch.dtype, max_rows: int) -> None:
     """Let the output head of a half-precision model give float32 logits, in place.
 
     A head that is no plain linear layer is left alone.
@@ -23,10 +23,11 @@ def make_logits_float32(model: PreTrainedModel, *, max_rows: int) -> None:
     Args:
         model: after ``make_row_independent``. On the CPU the head's tile is measured again, on its
             own two products: of the remainder every bit shows, not one in 256.
+        dtype: what the model was loaded in.
         max_rows: most rows of a step.
     """
     head = model.get_output_embeddings()
-    if type(head) not in (nn.Linear, TiledLinear) or head.weight.dtype == torch.float32:
+    if type(head) not in (nn.Linear, TiledLinear) or dtype == torch.float32:
         return
     head.__class__ = Float32Head
     head.tile_rows = max_rows

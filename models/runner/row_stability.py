@@ -3,7 +3,8 @@
 In bfloat16 a row's result must not depend on how many rows are multiplied with it. Some CPU
 kernels keep that for any number of rows; others (AMX) choose another order of summation for tall
 inputs. What the processor at hand does is measured at load, on the model's own weights; products
-that are only stable up to a number of rows are then cut into tiles of at most that many.
+that are only stable up to a number of rows are then cut into tiles of at most that many. Where the
+processor cannot multiply bfloat16 at all, weights are widened to float32 first.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from models.loading.arithmetic import product_dtype
 from models.runner.linear_layers import Float32Head, TiledConv1D, TiledLinear, conv1d
 
 # Rows of a step are padded to a multiple of this: products of very few rows are slower than
@@ -50,35 +52,37 @@ class RowPolicy:
 _LINEAR_CLASSES = (nn.Linear, TiledLinear, Conv1D, TiledConv1D)
 
 
-def make_row_independent(model: nn.Module, *, max_rows: int) -> RowPolicy:
+def make_row_independent(model: nn.Module, *, dtype: torch.dtype, max_rows: int) -> RowPolicy:
     """Measure the products of ``model`` and tile, in place, those that need it.
 
     Args:
-        model: on its device, in its dtype. A GPU's libraries need other means and are left alone.
-            In float32, where the law is equal tokens and nearly equal log probabilities, rows are
-            padded but products are not tiled.
+        model: on its device. A GPU's libraries need other means and are left alone. In float32,
+            where the law is equal tokens and nearly equal log probabilities, rows are padded but
+            products are not tiled.
+        dtype: what the model was loaded in.
         max_rows: most rows of a step.
     """
-    weight = next(model.parameters())
-    if weight.device.type != "cpu":
+    device = next(model.parameters()).device
+    if device.type != "cpu":
         return RowPolicy(multiple=1, max_forward_rows=0, smallest_tile_rows=0)
-    if weight.dtype == torch.float32:
+    if dtype == torch.float32:
         return RowPolicy(ROW_MULTIPLE, max_forward_rows=0, smallest_tile_rows=0)
+    if (wide := product_dtype(dtype, device)) != dtype:
+        _widen(model, wide, max_rows)
     limit = row_limit(max_rows)
     tiles: dict[tuple[object, ...], int] = {}
     smallest = 0
     for layer in _linear_layers(model):
         is_transposed = isinstance(layer, Conv1D)
         # Some routers stay in float32 in a model of another dtype.
-        dtype = layer.weight.dtype
-        key = (*layer.weight.shape, dtype, layer.bias is None, is_transposed)
+        weight_dtype = layer.weight.dtype
+        key = (*layer.weight.shape, weight_dtype, layer.bias is None, is_transposed)
         if key not in tiles:
             width = layer.weight.shape[0 if is_transposed else 1]
-            tiles[key] = stable_rows(_untiled(layer), width, dtype, limit)
+            tiles[key] = stable_rows(_untiled(layer), width, weight_dtype, limit)
         tile = tiles[key]
         if tile < max_rows:
-            layer.__class__ = TiledConv1D if is_transposed else TiledLinear
-            layer.tile_rows = tile
+            _tile(layer, tile)
             smallest = min(smallest or tile, tile)
     forward_rows = 0
     for stack in _foreign_weights(model):
@@ -148,6 +152,22 @@ def stable_rows(
     larger = sorted({*LARGE_COUNTS_ROWS, limit} - set(SMALL_TILES_ROWS))
     is_flat = all(is_stable(count) for count in larger if count <= limit)
     return limit if is_flat else SMALL_TILES_ROWS[0]
+
+
+def _widen(model: nn.Module, dtype: torch.dtype, max_rows: int) -> None:
+    """Store the weights of linear layers in ``dtype``; their inputs and outputs keep theirs."""
+    for layer in _linear_layers(model):
+        if layer.weight.dtype == dtype:
+            continue
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            # A new parameter: an embedding that shared the old one keeps it.
+            setattr(layer, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
+        _tile(layer, max_rows)
+
+
+def _tile(layer: nn.Linear | Conv1D, tile_rows: int) -> None:
+    layer.__class__ = TiledConv1D if isinstance(layer, Conv1D) else TiledLinear
+    layer.tile_rows = tile_rows
 
 
 def _untiled(layer: nn.Linear | Conv1D) -> Callable[[Tensor], Tensor]:

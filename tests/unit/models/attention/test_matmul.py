@@ -10,6 +10,7 @@ from models.attention.matmul import VALUE_SPAN_TOKENS, MatmulAttention
 from models.config import KVCacheConfig
 from models.errors import ConfigError
 from models.kv_cache.store import KVCachePool, LayerShape, plan_kv_cache
+from models.loading.arithmetic import product_dtype
 from models.runner.inputs import pack
 from models.scheduling.step_plan import ScheduledSequence
 
@@ -44,7 +45,7 @@ class Sequences:
             dtype,
         )
         self.pool = KVCachePool(plan, [self.shape], dtype, CPU)
-        self.backend = MatmulAttention(self.pool)
+        self.backend = MatmulAttention(self.pool, product_dtype(dtype, CPU))
         ids = iter(torch.randperm(plan.num_blocks, generator=generator).tolist())
         self.tables = [
             tuple(next(ids) for _ in range(-(-length // BLOCK_SIZE))) for length in lengths

@@ -73,7 +73,7 @@ def test_the_head_of_a_half_precision_model_gets_tiles_of_its_own(monkeypatch):
         return 16
 
     monkeypatch.setattr("models.runner.output_head.stable_rows", fake_stable_rows)
-    make_logits_float32(model, max_rows=61)
+    make_logits_float32(model, dtype=model.dtype, max_rows=61)
 
     assert type(model.lm_head) is Float32Head
     assert model.lm_head.tile_rows == 16
@@ -83,6 +83,6 @@ def test_the_head_of_a_half_precision_model_gets_tiles_of_its_own(monkeypatch):
 def test_the_head_of_a_float32_model_is_left_alone():
     model = make_model(FAMILIES[0])
 
-    make_logits_float32(model, max_rows=64)
+    make_logits_float32(model, dtype=model.dtype, max_rows=64)
 
     assert type(model.lm_head) is nn.Linear

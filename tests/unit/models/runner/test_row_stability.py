@@ -1,11 +1,14 @@
 """How many rows a product may have, measured; and the products of the processor at hand."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from models.loading.arithmetic import product_dtype
 from models.runner import row_stability
 from models.runner.row_stability import (
     ROW_MULTIPLE,
@@ -19,6 +22,7 @@ from tests.tiny_models import FAMILIES, Family, make_model
 
 BUNDLED_SHAPES = ((576, 576), (576, 192), (576, 1536), (1536, 576))  # inputs, outputs
 WIDTH = 16
+CPU = torch.device("cpu")
 
 
 def family(name):
@@ -121,8 +125,14 @@ class Experts(nn.Module):
         self.stack = nn.Parameter(torch.randn(4, num_columns, WIDTH, dtype=dtype))
 
 
-def fake_measurement(monkeypatch, rows_of_shape):
+def multiply_in(monkeypatch, chosen):
+    """Let every processor multiply in one dtype."""
+    monkeypatch.setattr(row_stability, "product_dtype", lambda _dtype, _device: chosen)
+
+
+def fake_measurement(monkeypatch, rows_of_shape, *, chosen=torch.bfloat16):
     """Answer for (columns of the input, rows wanted), and note what was asked."""
+    multiply_in(monkeypatch, chosen)
     asked = []
 
     def stable_rows(product, width, dtype, limit, *, multiple=ROW_MULTIPLE):
@@ -140,7 +150,7 @@ def test_exactly_the_products_that_need_it_are_tiled(monkeypatch):
         nn.Linear(16, 24), nn.Linear(16, 32), Conv1D(24, 16), Conv1D(32, 16), nn.Linear(24, 16)
     ).bfloat16()
 
-    policy = make_row_independent(model, max_rows=256)
+    policy = make_row_independent(model, dtype=torch.bfloat16, max_rows=256)
 
     classes = [type(layer) for layer in model]
     assert classes == [TiledLinear, nn.Linear, TiledConv1D, Conv1D, TiledLinear]
@@ -152,7 +162,7 @@ def test_a_step_that_is_never_taller_than_the_tile_needs_none(monkeypatch):
     fake_measurement(monkeypatch, {(16, 24): 32})
     model = nn.Sequential(nn.Linear(16, 24)).bfloat16()
 
-    policy = make_row_independent(model, max_rows=32)
+    policy = make_row_independent(model, dtype=torch.bfloat16, max_rows=32)
 
     assert type(model[0]) is nn.Linear
     assert policy.smallest_tile_rows == 0
@@ -161,12 +171,12 @@ def test_a_step_that_is_never_taller_than_the_tile_needs_none(monkeypatch):
 def test_a_second_measurement_finds_the_same(monkeypatch):
     asked = fake_measurement(monkeypatch, {(16, 24): 16})
     model = nn.Sequential(nn.Linear(16, 24), Conv1D(24, 16), Experts()).bfloat16()
-    first = make_row_independent(model, max_rows=64)
+    first = make_row_independent(model, dtype=torch.bfloat16, max_rows=64)
     num_asked = len(asked)
     rows = torch.randn(1, 40, 16).bfloat16()
     expected = [layer(rows) for layer in model[:2]]
 
-    assert make_row_independent(model, max_rows=64) == first
+    assert make_row_independent(model, dtype=torch.bfloat16, max_rows=64) == first
     assert asked[num_asked:] == asked[:num_asked]
     assert [type(layer) for layer in model[:2]] == [TiledLinear, TiledConv1D]
     assert all(torch.equal(layer(rows), old) for layer, old in zip(model, expected, strict=False))
@@ -176,7 +186,7 @@ def test_layers_of_one_shape_are_measured_once_and_a_bias_makes_another(monkeypa
     asked = fake_measurement(monkeypatch, {})
     layers = [nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(16, 24, bias=False)]
 
-    make_row_independent(nn.Sequential(*layers).bfloat16(), max_rows=64)
+    make_row_independent(nn.Sequential(*layers).bfloat16(), dtype=torch.bfloat16, max_rows=64)
 
     assert asked == [(16, 24, torch.bfloat16, 64, ROW_MULTIPLE)] * 2
 
@@ -185,7 +195,9 @@ def test_layers_of_one_shape_are_measured_once_and_a_bias_makes_another(monkeypa
 def test_no_more_rows_are_measured_than_a_step_has(monkeypatch, max_rows, limit):
     asked = fake_measurement(monkeypatch, {})
 
-    make_row_independent(nn.Sequential(nn.Linear(16, 24)).bfloat16(), max_rows=max_rows)
+    make_row_independent(
+        nn.Sequential(nn.Linear(16, 24)).bfloat16(), dtype=torch.bfloat16, max_rows=max_rows
+    )
 
     assert [entry[3] for entry in asked] == [limit]
 
@@ -194,7 +206,7 @@ def test_stacks_of_matrices_bound_the_forward_pass(monkeypatch):
     asked = fake_measurement(monkeypatch, {(16, 24): 32})
     model = nn.Sequential(nn.Linear(16, 16), Experts()).bfloat16()
 
-    policy = make_row_independent(model, max_rows=256)
+    policy = make_row_independent(model, dtype=torch.bfloat16, max_rows=256)
 
     assert policy == RowPolicy(ROW_MULTIPLE, max_forward_rows=32, smallest_tile_rows=0)
     assert asked[1:] == [(16, 24, torch.bfloat16, 256, 1)]  # an expert gets any number of rows
@@ -205,14 +217,14 @@ def test_the_least_stable_stack_bounds_the_forward_pass(monkeypatch, rows_of_sha
     fake_measurement(monkeypatch, {(16, columns): rows for columns, rows in rows_of_shape.items()})
     model = nn.Sequential(Experts(), Experts(num_columns=48)).bfloat16()
 
-    assert make_row_independent(model, max_rows=256).max_forward_rows == 16
+    assert make_row_independent(model, dtype=torch.bfloat16, max_rows=256).max_forward_rows == 16
 
 
 def test_a_subclass_of_a_linear_layer_keeps_its_own_arithmetic(monkeypatch):
     fake_measurement(monkeypatch, {(16, 24): 16})
     model = nn.Sequential(Router(16, 24)).bfloat16()
 
-    policy = make_row_independent(model, max_rows=64)
+    policy = make_row_independent(model, dtype=torch.bfloat16, max_rows=64)
 
     assert type(model[0]) is Router
     assert policy.max_forward_rows == 16
@@ -223,7 +235,7 @@ def test_weights_of_another_dtype_are_measured_in_theirs(monkeypatch):
     asked = fake_measurement(monkeypatch, {})
     model = nn.Sequential(nn.Linear(16, 16).bfloat16(), nn.Linear(16, 24), Experts(torch.float32))
 
-    make_row_independent(model, max_rows=64)
+    make_row_independent(model, dtype=torch.bfloat16, max_rows=64)
 
     assert [entry[2] for entry in asked] == [torch.bfloat16, torch.float32, torch.float32]
 
@@ -239,7 +251,7 @@ def test_experts_and_routers_of_a_mixture_are_found(monkeypatch, name, shapes):
     asked = fake_measurement(monkeypatch, {next(iter(sorted(shapes)))[:2]: 8})
     model = make_model(family(name), dtype=torch.bfloat16)
 
-    policy = make_row_independent(model, max_rows=64)
+    policy = make_row_independent(model, dtype=torch.bfloat16, max_rows=64)
 
     assert shapes <= {(width, height, multiple) for width, height, _, _, multiple in asked}
     assert policy.max_forward_rows == 8
@@ -250,7 +262,7 @@ def test_a_model_without_experts_has_no_bound_on_its_forward_pass(monkeypatch, n
     monkeypatch.setattr(row_stability, "MAX_COMPARED_ROWS", 512)
     model = make_model(family(name), dtype=torch.bfloat16)
 
-    assert make_row_independent(model, max_rows=64).max_forward_rows == 0
+    assert make_row_independent(model, dtype=torch.bfloat16, max_rows=64).max_forward_rows == 0
 
 
 def test_a_router_in_float32_is_no_obstacle(monkeypatch):
@@ -270,7 +282,7 @@ def test_a_router_in_float32_is_no_obstacle(monkeypatch):
             module.weight.data = module.weight.data.float()
     assert torch.float32 in {parameter.dtype for parameter in model.parameters()}
 
-    make_row_independent(model, max_rows=64)
+    make_row_independent(model, dtype=torch.bfloat16, max_rows=64)
 
     with torch.inference_mode():
         logits = model(input_ids=torch.arange(16)[None], use_cache=False).logits
@@ -281,7 +293,7 @@ def test_a_float32_model_is_padded_and_never_tiled(monkeypatch):
     asked = fake_measurement(monkeypatch, {(16, 24): 8})
     model = nn.Sequential(nn.Linear(16, 24), Experts())
 
-    policy = make_row_independent(model, max_rows=64)
+    policy = make_row_independent(model, dtype=torch.float32, max_rows=64)
 
     assert policy == RowPolicy(ROW_MULTIPLE, max_forward_rows=0, smallest_tile_rows=0)
     assert type(model[0]) is nn.Linear
@@ -291,8 +303,55 @@ def test_a_float32_model_is_padded_and_never_tiled(monkeypatch):
 def test_a_model_off_the_cpu_is_left_alone():
     model = nn.Sequential(nn.Linear(16, 24, device="meta"))
 
-    assert make_row_independent(model, max_rows=64) == RowPolicy(1, 0, 0)
+    assert make_row_independent(model, dtype=torch.bfloat16, max_rows=64) == RowPolicy(1, 0, 0)
     assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_processor_without_bfloat16_products_gets_wider_weights(monkeypatch, name):
+    model = make_model(family(name), dtype=torch.bfloat16)
+    embedding = model.get_input_embeddings()
+    tokens = torch.arange(16)[None]
+    with torch.inference_mode():
+        expected = model(input_ids=tokens, use_cache=False).logits.float()
+    asked = fake_measurement(monkeypatch, {}, chosen=torch.float32)
+
+    policy = make_row_independent(model, dtype=torch.bfloat16, max_rows=64)
+    layers = [layer for layer in model.modules() if isinstance(layer, TiledLinear | TiledConv1D)]
+    again = make_row_independent(model, dtype=torch.bfloat16, max_rows=64)
+
+    assert layers
+    assert {layer.weight.dtype for layer in layers} == {torch.float32}
+    assert {entry[2] for entry in asked} == {torch.float32}
+    assert embedding.weight.dtype == torch.bfloat16  # also where the head shared it
+    assert policy == again == RowPolicy(ROW_MULTIPLE, max_forward_rows=0, smallest_tile_rows=0)
+    with torch.inference_mode():
+        logits = model(input_ids=tokens, use_cache=False).logits
+    assert logits.dtype == torch.bfloat16
+    assert (logits.float() - expected).norm() < 0.02 * expected.norm()
+
+
+def test_wider_weights_are_tiled_where_the_measurement_says_so(monkeypatch):
+    fake_measurement(monkeypatch, {(16, 24): 16}, chosen=torch.float32)
+    model = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16)).bfloat16()
+
+    policy = make_row_independent(model, dtype=torch.bfloat16, max_rows=64)
+
+    assert [layer.tile_rows for layer in model] == [16, 64]
+    assert policy.smallest_tile_rows == 16
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(16, 24), Conv1D(24, 16)])
+def test_a_wider_layer_rounds_once_at_its_end(monkeypatch, layer):
+    fake_measurement(monkeypatch, {}, chosen=torch.float32)
+    model = nn.Sequential(layer).bfloat16()
+    rows = torch.randn(40, 16).bfloat16()
+    exact = copy.deepcopy(layer).double()(rows.double())
+
+    make_row_independent(model, dtype=torch.bfloat16, max_rows=64)
+
+    assert layer(rows).dtype == torch.bfloat16
+    assert torch.equal(layer(rows), exact.float().bfloat16())
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 16, 29])
@@ -341,12 +400,14 @@ def test_tiles_are_never_taller_than_they_may_be(monkeypatch):
     assert seen == [8, 8, 8, 5]
 
 
+@pytest.mark.parametrize("chosen", [product_dtype(torch.bfloat16, CPU), torch.float32])
 @torch.inference_mode()
-def test_bfloat16_products_of_this_processor_give_a_row_the_same_bits_in_any_company():
+def test_products_of_this_processor_give_a_row_the_same_bits_in_any_company(monkeypatch, chosen):
     """The primitive on which row independence rests: a processor that breaks it is named here."""
+    multiply_in(monkeypatch, chosen)
     generator = torch.Generator().manual_seed(5)
     model = nn.Sequential(*[nn.Linear(k, n, bias=False) for k, n in BUNDLED_SHAPES]).bfloat16()
-    make_row_independent(model, max_rows=304)
+    make_row_independent(model, dtype=torch.bfloat16, max_rows=304)
     broken = []
     for layer in model:
         rows = torch.randn(320, layer.in_features, generator=generator).bfloat16()
@@ -360,11 +421,15 @@ def test_bfloat16_products_of_this_processor_give_a_row_the_same_bits_in_any_com
     assert not broken
 
 
+@pytest.mark.parametrize("chosen", [product_dtype(torch.bfloat16, CPU), torch.float32])
 @torch.inference_mode()
-def test_a_row_gets_the_same_bits_wherever_it_stands_in_its_eight():
+def test_a_row_gets_the_same_bits_wherever_it_stands_in_its_eight(monkeypatch, chosen):
+    multiply_in(monkeypatch, chosen)
     generator = torch.Generator().manual_seed(6)
     for width, height in BUNDLED_SHAPES:
-        layer = nn.Linear(width, height, bias=False).bfloat16()
+        model = nn.Sequential(nn.Linear(width, height, bias=False)).bfloat16()
+        make_row_independent(model, dtype=torch.bfloat16, max_rows=8)
+        layer = model[0]
         row = torch.randn(1, width, generator=generator).bfloat16()
         others = torch.randn(7, width, generator=generator).bfloat16()
         outputs = [

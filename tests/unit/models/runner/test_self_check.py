@@ -10,6 +10,7 @@ from models.attention.matmul import MatmulAttention
 from models.config import KVCacheConfig
 from models.errors import ConfigError
 from models.kv_cache.store import KVCachePool, plan_kv_cache
+from models.loading.arithmetic import product_dtype
 from models.loading.loader import discover_layers
 from models.runner.packed_forward import PackedForward
 from models.runner.row_stability import RowPolicy
@@ -32,7 +33,7 @@ class Checked:
             plan_kv_cache(config, layers, model.dtype), num_blocks=num_blocks
         )
         self.pool = KVCachePool(plan, layers, model.dtype, model.device)
-        backend = backend_class(self.pool)
+        backend = backend_class(self.pool, product_dtype(model.dtype, model.device))
         attach(model, backend)
         policy = RowPolicy(8, max_forward_rows=0, smallest_tile_rows=0)
         self.forward = PackedForward(model, self.pool, backend, policy)
