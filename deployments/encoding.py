@@ -11,10 +11,18 @@ from deployments.records import (
     EndRecord,
     LogprobRecord,
     Message,
+    PromptLogprobsRecord,
     Record,
     UsageRecord,
 )
-from models.requests import Admission, GenerationEnd, GenerationEvent, TokenDelta, TokenLogprob
+from models.requests import (
+    Admission,
+    GenerationEnd,
+    GenerationEvent,
+    PromptLogprobs,
+    TokenDelta,
+    TokenLogprob,
+)
 
 # JSON has no infinity; OpenAI documents this value for "very unlikely".
 LOWEST_LOGPROB = -9999.0
@@ -60,6 +68,12 @@ def _encode(event: GenerationEvent, speller: TokenSpeller) -> Record:
             num_prompt_tokens=event.num_prompt_tokens,
             num_cached_tokens=event.num_cached_tokens,
         )
+    if isinstance(event, PromptLogprobs):
+        return PromptLogprobsRecord(
+            kind="prompt_logprobs",
+            start=event.start,
+            logprobs=[_encode_logprob(logprob, speller) for logprob in event.logprobs],
+        )
     return _encode_end(event)
 
 
@@ -77,6 +91,8 @@ def _encode_end(end: GenerationEnd) -> EndRecord:
 
 def _encode_logprob(logprob: TokenLogprob, speller: TokenSpeller) -> LogprobRecord:
     record = _spell(logprob.token_id, logprob.logprob, speller)
+    if logprob.rank is not None:
+        record["rank"] = logprob.rank
     if logprob.top:
         record["top"] = [_spell(token_id, value, speller) for token_id, value in logprob.top]
     return record

@@ -1,9 +1,10 @@
 """The records that cross a handle from ModelReplica to Ingress, the one written schema.
 
-A stream is: one message ``[AdmissionRecord]``, then messages of ``DeltaRecord`` s in the order
-they happened (the choices of an n > 1 request interleave), the last message ending with one
-``EndRecord``. Every message is a list of plain dicts, so that both sides may run different
-versions; errors are raised through the stream, never yielded.
+A stream is: one message ``[AdmissionRecord]``, then, if asked for, messages of
+``PromptLogprobsRecord`` s, then messages of ``DeltaRecord`` s in the order they happened (the
+choices of an n > 1 request interleave), the last message ending with one ``EndRecord``. Every
+message is a list of plain dicts, so that both sides may run different versions; errors are raised
+through the stream, never yielded.
 
 Each choice has exactly one delta with ``finish_reason``, its last one. Token ids are emitted
 exactly once; their texts join to the choice's whole text. To resume a stream elsewhere: the
@@ -16,7 +17,11 @@ from typing import Literal, NotRequired, TypedDict
 
 
 class AdmissionRecord(TypedDict):
-    """The request is valid, fits, and has a place in the queue."""
+    """The request is valid, fits, and has a place in the queue.
+
+    ``prompt_text`` (of all prompt tokens) and ``first_prompt_token`` (the text of the first one)
+    are there if the call asked for the prompt to be reported.
+    """
 
     kind: Literal["admission"]
     seed: int
@@ -24,6 +29,8 @@ class AdmissionRecord(TypedDict):
     numerics: str
     num_prompt_tokens: int
     num_cached_tokens: int
+    prompt_text: NotRequired[str]
+    first_prompt_token: NotRequired[str]
 
 
 class LogprobRecord(TypedDict):
@@ -38,6 +45,18 @@ class LogprobRecord(TypedDict):
     bytes: list[int]
     logprob: float
     top: NotRequired[list[LogprobRecord]]
+    rank: NotRequired[int]
+
+
+class PromptLogprobsRecord(TypedDict):
+    """Log probabilities of prompt tokens [start, start + len(logprobs)), the same for all choices.
+
+    The records of a stream are adjacent and cover every prompt token but the first.
+    """
+
+    kind: Literal["prompt_logprobs"]
+    start: int
+    logprobs: list[LogprobRecord]
 
 
 class DeltaRecord(TypedDict):
@@ -67,5 +86,5 @@ class EndRecord(TypedDict):
     usage: UsageRecord
 
 
-Record = AdmissionRecord | DeltaRecord | EndRecord
+Record = AdmissionRecord | PromptLogprobsRecord | DeltaRecord | EndRecord
 Message = list[Record]

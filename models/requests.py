@@ -99,6 +99,11 @@ class GenerationRequest:
         adapter: None runs the base model.
         cache_salt: the caller's own prefix-cache partition.
         timeout_s: seconds from arrival at the engine; None is without limit.
+        num_prompt_logprobs: None reports no log probabilities of the prompt; k >= 0 reports those
+            of every prompt token but the first, with the k best alternatives each. The prefix
+            cache is then not read, and ``max_tokens`` may be 0: the prompt is scored only.
+        is_prompt_reported: the admission carries the prompt's token ids; with it too
+            ``max_tokens`` may be 0.
         emitted_token_ids: per choice, tokens that another replica has already sent; the engine
             goes on behind them. Empty, or one tuple per choice.
     """
@@ -115,6 +120,8 @@ class GenerationRequest:
     adapter: AdapterRef | None = None
     cache_salt: str | None = None
     timeout_s: float | None = None
+    num_prompt_logprobs: int | None = None
+    is_prompt_reported: bool = False
     emitted_token_ids: tuple[tuple[int, ...], ...] = ()
 
 
@@ -126,11 +133,14 @@ class TokenLogprob:
         token_id: the token that was chosen.
         logprob: natural logarithm, before penalties, temperature and filters; may be -inf.
         top: pairs (token id, logprob), best first; as many as the request asked for.
+        rank: of a prompt token, its place in the distribution (1 is the best, ties by token id);
+            None for a drawn token.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,6 +153,7 @@ class Admission:
         numerics: names the arithmetic; equal strings give equal results bit for bit.
         num_prompt_tokens: length of the prompt.
         num_cached_tokens: how many of them the prefix cache held at admission.
+        prompt_token_ids: the prompt, if the request asked for it; else empty.
     """
 
     seed: int
@@ -150,6 +161,23 @@ class Admission:
     numerics: str
     num_prompt_tokens: int
     num_cached_tokens: int
+    prompt_token_ids: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log probabilities of a stretch of the prompt, for all choices; comes before any delta.
+
+    The stretches of a request are adjacent, in order, and together cover every prompt token but
+    the first (position 0), which has no distribution.
+
+    Attributes:
+        start: position of the first token told here, at least 1.
+        logprobs: one per token, each under the raw distribution given the tokens before it.
+    """
+
+    start: int
+    logprobs: tuple[TokenLogprob, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -189,4 +217,4 @@ class GenerationEnd:
     usage: Usage
 
 
-GenerationEvent = Admission | TokenDelta | GenerationEnd
+GenerationEvent = Admission | PromptLogprobs | TokenDelta | GenerationEnd
