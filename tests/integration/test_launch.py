@@ -33,7 +33,7 @@ _MODEL_ID = "smollm2-135m-instruct"
 class Launcher:
     """A running ``medley up`` and the lines that it wrote."""
 
-    def __init__(self, folder: Path, *words: str) -> None:
+    def __init__(self, folder: Path, *words: str, cache_folder: Path = CACHE_FOLDER) -> None:
         self.port = _find_free_port()
         self._tag = ProcessTag()
         self._stdout, self._stderr = folder / "stdout", folder / "stderr"
@@ -43,7 +43,7 @@ class Launcher:
                 cwd=_ROOT,
                 env={
                     **os.environ,
-                    "MEDLEY_CACHE_DIR": str(CACHE_FOLDER),
+                    "MEDLEY_CACHE_DIR": str(cache_folder),
                     **self._tag.environment,
                 },
                 stdout=stdout,
@@ -91,8 +91,8 @@ def _find_free_port() -> int:
 
 
 @contextlib.contextmanager
-def _launch(folder: Path, *words: str) -> Iterator[Launcher]:
-    launcher = Launcher(folder, *words)
+def _launch(folder: Path, *words: str, cache_folder: Path = CACHE_FOLDER) -> Iterator[Launcher]:
+    launcher = Launcher(folder, *words, cache_folder=cache_folder)
     try:
         yield launcher
     finally:
@@ -175,8 +175,7 @@ def test_a_second_interrupt_ends_it_at_once_with_a_stream_open(tmp_path: Path) -
     ("progress", "number"),
     [
         ("starting Ray Serve", signal.SIGTERM),
-        ("loading weights", signal.SIGTERM),
-        ("loading weights", signal.SIGINT),
+        ("loading weights", signal.SIGHUP),
     ],
 )
 def test_a_signal_while_it_loads_ends_it_in_order(
@@ -189,6 +188,19 @@ def test_a_signal_while_it_loads_ends_it_in_order(
 
     assert (status, remaining) == (0, [])
     assert launcher.stdout == ""
+
+
+def test_a_signal_while_it_converts_leaves_nothing_half_made(tmp_path: Path) -> None:
+    cache_folder = tmp_path / "cache"
+    with _launch(tmp_path, cache_folder=cache_folder) as launcher:
+        launcher.wait_for("converting")
+
+        status, remaining = launcher.stop(signal.SIGINT)
+
+    assert (status, remaining) == (0, [])
+    assert launcher.stdout == ""
+    # Its final name is the mark of a complete copy; the next start removes what has none.
+    assert [path.name for path in cache_folder.iterdir() if not path.name.startswith(".")] == []
 
 
 def test_a_model_that_does_not_exist_is_told_in_one_line(tmp_path: Path) -> None:

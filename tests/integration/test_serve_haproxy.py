@@ -1,86 +1,37 @@
 """The same service where HAProxy stands in for Serve's own proxy."""
 
-import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import httpx
 import openai
-import psutil
 import pytest
 
-from tests.integration.process_tags import ProcessTag
-from tests.integration.tiny_service_model import TINY_ID
+from tests.integration.serving import run_serving_process
+from tests.integration.tiny_service_model import TINY_ID, save_tiny_model
 
 pytestmark = pytest.mark.integration
 
-ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 60
-
-
-class ServingProcess:
-    """The process, its address, and what it says of its engine."""
-
-    def __init__(self, process, tag):
-        self._process = process
-        self._tag = tag
-        self.url = self._read("url:")
-
-    def listeners(self):
-        """Return the names of its processes that accept connections to the address."""
-        port = int(self.url.rpartition(":")[2])
-        return {
-            process.name()
-            for process in self._tag.processes()
-            for connection in process.net_connections("tcp")
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-        }
-
-    def stats(self):
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return json.loads(self._read("stats:"))
-
-    def _read(self, mark):
-        for line in self._process.stdout:
-            if line.startswith(mark):
-                return line.removeprefix(mark).strip()
-        raise AssertionError("the serving process ended")
 
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory):
-    tag = ProcessTag()
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tests.integration.serving_process",
-            tmp_path_factory.mktemp("tiny"),
-        ],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "RAY_SERVE_ENABLE_HA_PROXY": "1",
-            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
-            **tag.environment,
-        },
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        yield ServingProcess(process, tag)
-        process.stdin.close()
-        process.wait(timeout=LIMIT_S)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_model(folder)
+    arguments = {
+        "model": str(folder),
+        "model_id": TINY_ID,
+        "dtype": "float32",
+        "kv_budget_bytes": 16 << 20,
+        "num_threads": 1,
+        "shutdown_grace_s": 1.0,
+    }
+    environment = {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    }
+    with run_serving_process(arguments, environment) as process:
+        yield process
 
 
 @pytest.fixture
@@ -93,7 +44,7 @@ def client(serving):
 
 def wait_for_running(serving, num_running):
     end_s = time.monotonic() + 10
-    while (stats := serving.stats())["num_running"] != num_running:
+    while (stats := serving.stats(TINY_ID))["num_running"] != num_running:
         assert time.monotonic() < end_s, stats
         time.sleep(0.02)
 
