@@ -4,8 +4,14 @@ import logging
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
+# Machines are shared: how long an example takes says nothing.
+hypothesis.settings.register_profile(
+    "medley", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("medley")
 # Tests never reach for a model hub. Set before anything imports transformers.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

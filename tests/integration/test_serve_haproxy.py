@@ -43,7 +43,7 @@ def client(serving):
 
 
 def wait_for_running(serving, num_running):
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + LIMIT_S
     while (stats := serving.stats(TINY_ID))["num_running"] != num_running:
         assert time.monotonic() < end_s, stats
         time.sleep(0.02)
