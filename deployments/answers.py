@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from deployments.answer_form import AnswerForm
+from deployments.logprob_objects import PromptResult
 from deployments.records import DeltaRecord, LogprobRecord, Message, UsageRecord
 from deployments.responses import ChoiceResult, Reply
 from models.errors import SequenceFailedError
@@ -85,16 +88,18 @@ class _Progress:
 class AnswerCollector:
     """Gathers a whole answer."""
 
-    def __init__(self, reply: Reply, num_prompts: int, num_choices: int) -> None:
+    def __init__(self, reply: Reply, form: AnswerForm, prompts: Sequence[PromptResult]) -> None:
         """Begin with nothing.
 
         Args:
             reply: builds the object.
-            num_prompts: streams that will be added.
-            num_choices: choices of each.
+            form: what it tells.
+            prompts: of the streams that will be added, without log probabilities yet.
         """
         self._reply = reply
-        self._progress = _Progress(num_prompts, num_choices)
+        self._form = form
+        self._prompts = prompts
+        self._progress = _Progress(len(prompts), form.num_candidates)
         self._choices = [ChoiceResult() for _ in range(self._progress.num_total_choices)]
 
     def add(self, prompt_index: int, message: Message) -> None:
@@ -103,6 +108,9 @@ class AnswerCollector:
         Raises:
             SequenceFailedError: a choice could not go on.
         """
+        for record in message:
+            if record["kind"] == "prompt_logprobs":
+                self._prompts[prompt_index].logprobs.extend(record["logprobs"])
         for index, delta in self._progress.read(prompt_index, message):
             choice = self._choices[index]
             choice.texts.append(delta["text"])
@@ -112,41 +120,72 @@ class AnswerCollector:
                 choice.stop_reason = delta["stop_reason"]
 
     def finish(self) -> dict[str, Any]:
-        """Return the answer.
+        """Return the answer. Takes a while if it has many log probabilities.
 
         Raises:
             SequenceFailedError: it is not complete.
         """
         self._progress.check_complete()
-        return self._reply.whole(self._choices, self._progress.usage)
+        if self._form.num_prompt_alternatives is not None:
+            _check_scored(self._prompts)
+        return self._reply.whole(self._told_choices(), self._prompts, self._progress.usage)
+
+    def _told_choices(self) -> list[ChoiceResult]:
+        if not self._form.is_best_chosen:
+            return self._choices
+        step = self._form.num_candidates
+        groups = (self._choices[at : at + step] for at in range(0, len(self._choices), step))
+        # sorted() keeps the order of equals, so that the lower index goes first.
+        return [
+            choice
+            for group in groups
+            for choice in sorted(group, key=_mean_logprob, reverse=True)[: self._form.num_choices]
+        ]
+
+
+def _mean_logprob(choice: ChoiceResult) -> float:
+    """Return the mean log probability per token; a choice without tokens is as good as certain."""
+    values = [record["logprob"] for record in choice.logprobs]
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def _check_scored(prompts: Sequence[PromptResult]) -> None:
+    if not all(prompt.is_scored for prompt in prompts):
+        raise SequenceFailedError("log probabilities of the prompt are missing")
 
 
 class AnswerEvents(Generic[EventT]):
     """Turns messages into the events of a stream, in the order that clients expect.
 
-    Each choice opens once, then come its pieces, then one event with its finish reason; at last
-    the usage, if asked for. Choices interleave.
+    Each choice opens once, with the prompt's text if that is echoed, then come its pieces, then
+    one event with its finish reason; at last the usage, if asked for. Choices interleave.
     """
 
     def __init__(
-        self, form: EventFormat[EventT], num_prompts: int, num_choices: int, *, has_usage: bool
+        self, events: EventFormat[EventT], form: AnswerForm, prompts: Sequence[PromptResult]
     ) -> None:
         """Begin with nothing.
 
         Args:
-            form: makes the events.
-            num_prompts: streams that will be added.
-            num_choices: choices of each.
-            has_usage: end with the usage.
+            events: makes the events.
+            form: what they tell.
+            prompts: of the streams that will be added.
         """
+        self._events = events
         self._form = form
-        self._progress = _Progress(num_prompts, num_choices)
-        self._has_usage = has_usage
+        self._prompts = prompts
+        self._progress = _Progress(len(prompts), form.num_choices)
 
     def open(self) -> list[EventT]:
-        """Return the events before any text."""
-        events = (self._form.opening(choice) for choice in range(self._progress.num_total_choices))
-        return [event for event in events if event is not None]
+        """Return the events before any generated text."""
+        events = []
+        for choice in range(self._progress.num_total_choices):
+            if (opening := self._events.opening(choice)) is not None:
+                events.append(opening)
+            prompt = self._prompts[choice // self._form.num_choices]
+            if self._form.is_prompt_echoed and prompt.text:
+                events.append(self._events.delta(choice, prompt.text, ()))
+        return events
 
     def add(self, prompt_index: int, message: Message) -> list[EventT]:
         """Return the events of one message; there may be none.
@@ -157,10 +196,10 @@ class AnswerEvents(Generic[EventT]):
         events = []
         for choice, delta in self._progress.read(prompt_index, message):
             if delta["text"] or delta["logprobs"]:
-                events.append(self._form.delta(choice, delta["text"], delta["logprobs"]))
+                events.append(self._events.delta(choice, delta["text"], delta["logprobs"]))
             if delta["finish_reason"] is not None:
                 events.append(
-                    self._form.finish(choice, delta["finish_reason"], delta["stop_reason"])
+                    self._events.finish(choice, delta["finish_reason"], delta["stop_reason"])
                 )
         return events
 
@@ -171,4 +210,5 @@ class AnswerEvents(Generic[EventT]):
             SequenceFailedError: the answer is not complete.
         """
         self._progress.check_complete()
-        return [self._form.usage(self._progress.usage)] if self._has_usage else []
+        has_usage = self._form.has_stream_usage
+        return [self._events.usage(self._progress.usage)] if has_usage else []

@@ -6,6 +6,7 @@ after validation, read here into a ``GenerationRequest``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
 from models.requests import ChatPrompt, GenerationRequest, Prompt, TextPrompt, TokenPrompt
@@ -40,8 +41,9 @@ class GenerationCall(TypedDict):
     """One prompt to continue.
 
     ``sampling`` holds the fields of SamplingParams that differ from their defaults;
-    ``max_tokens`` counts only with ``is_max_tokens_explicit``. ``timeout_s`` is None for a request
-    that names no time limit of its own.
+    ``max_tokens`` counts only with ``is_max_tokens_explicit``. ``bad_words`` are texts, which the
+    replica tokenises. ``timeout_s`` is None for a request that names no time limit of its own.
+    ``num_prompt_logprobs`` and ``is_prompt_reported`` are GenerationRequest's.
     """
 
     request_id: str
@@ -53,17 +55,24 @@ class GenerationCall(TypedDict):
     stop: list[str]
     is_stop_included: bool
     is_special_token_skipped: bool
+    bad_words: list[str]
     cache_salt: str | None
     timeout_s: float | None
+    num_prompt_logprobs: int | None
+    is_prompt_reported: bool
 
 
 def to_generation_request(
-    call: GenerationCall, *, default_timeout_s: float | None = None
+    call: GenerationCall,
+    *,
+    bad_words_token_ids: Sequence[tuple[int, ...]] = (),
+    default_timeout_s: float | None = None,
 ) -> GenerationRequest:
     """Return the engine's form of a call.
 
     Args:
         call: as an ingress built it.
+        bad_words_token_ids: the tokens of its ``bad_words``.
         default_timeout_s: the time limit of a call that names none; None sets no limit.
 
     Raises:
@@ -73,7 +82,8 @@ def to_generation_request(
         request_id=call["request_id"],
         prompt=_to_prompt(call["prompt"]),
         sampling=SamplingParams(
-            **{name: _freeze(value) for name, value in call["sampling"].items()}
+            **{name: _freeze(value) for name, value in call["sampling"].items()},
+            bad_words_token_ids=tuple(bad_words_token_ids),
         ),
         seed=call["seed"],
         is_max_tokens_explicit=call["is_max_tokens_explicit"],
@@ -83,6 +93,8 @@ def to_generation_request(
         is_special_token_skipped=call["is_special_token_skipped"],
         cache_salt=call["cache_salt"],
         timeout_s=default_timeout_s if call["timeout_s"] is None else call["timeout_s"],
+        num_prompt_logprobs=call["num_prompt_logprobs"],
+        is_prompt_reported=call["is_prompt_reported"],
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from models.config import EngineConfig, KVCacheConfig, ModelConfig, SchedulerConfig
 from models.errors import ConfigError
@@ -45,6 +45,9 @@ class ModelEntry(BaseModel):
         max_num_waiting: most requests that wait in one replica; one more is refused.
         max_num_choices: most choices (``n``) of one request.
         default_max_tokens: new tokens when a request names no limit.
+        logits_processors: ``package.module:Name`` of further ``sampling.processors``, run in this
+            order after the built-in ones; on a command line with commas between them. A replica
+            must be able to import them.
         request_timeout_s: seconds that a request without a ``timeout_s`` of its own has from its
             arrival at a replica; 0 sets no limit.
         replicas: number of replicas while ``max_replicas`` is 0.
@@ -75,6 +78,7 @@ class ModelEntry(BaseModel):
     max_num_waiting: int = _SCHEDULER.max_num_waiting
     max_num_choices: int = _SCHEDULER.max_num_choices
     default_max_tokens: int = _ENGINE.default_max_tokens
+    logits_processors: tuple[str, ...] = _ENGINE.logits_processors
     request_timeout_s: Seconds = 0.0
     replicas: AtLeastOne = 1
     min_replicas: AtLeastZero = 1
@@ -102,6 +106,14 @@ class ModelEntry(BaseModel):
         if isinstance(values, dict) and values.get("model") and "model_id" not in values:
             return {**values, "model_id": PurePath(str(values["model"])).name}
         return values
+
+    @field_validator("logits_processors", mode="before")
+    @classmethod
+    def _split_paths(cls, value: Any) -> Any:
+        """Read the one string of a command line."""
+        if isinstance(value, str):
+            return tuple(path.strip() for path in value.split(",") if path.strip())
+        return value
 
     @model_validator(mode="after")
     def _check_replicas(self) -> Self:
@@ -145,6 +157,7 @@ class ModelEntry(BaseModel):
                 max_num_choices=self.max_num_choices,
             ),
             default_max_tokens=self.default_max_tokens,
+            logits_processors=self.logits_processors,
         )
 
 

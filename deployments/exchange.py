@@ -16,7 +16,7 @@ from deployments.http_io import (
     make_json_response,
     run_until_disconnect,
 )
-from deployments.service import GenerationService
+from deployments.service import GenerationService, begin_prompts
 from deployments.translate import Job
 
 _IGNORED_FIELDS_HEADER = "x-medley-ignored-fields"
@@ -84,13 +84,12 @@ class GenerationExchange:
             if admission.done():
                 admission.result()
             await writer.start(self._headers)
-            reply = self._service.make_reply(job, await admission)
+            admissions = await admission
         finally:
             admission.cancel()
             await asyncio.gather(admission, return_exceptions=True)
-        events = AnswerEvents[bytes](
-            sse.EventEncoder(reply), len(job.calls), job.num_choices, has_usage=job.has_stream_usage
-        )
+        encoder = sse.EventEncoder(self._service.make_reply(job, admissions[0]))
+        events = AnswerEvents[bytes](encoder, job.form, begin_prompts(job, admissions))
         if opening := events.open():
             await writer.write(b"".join(opening))
         async with contextlib.aclosing(generation.messages()) as messages:

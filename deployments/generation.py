@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol, cast
+from typing import Protocol
 
 from deployments.calls import GenerationCall
 from deployments.ray_errors import unwrap_ray_error
@@ -57,8 +57,8 @@ class Generation:
         self._pumps: list[asyncio.Task[None]] = []
         self._end: Exception | None = None
 
-    async def admit(self) -> AdmissionRecord:
-        """Open the streams and wait until every prompt is admitted; return the first's record.
+    async def admit(self) -> list[AdmissionRecord]:
+        """Open the streams and wait until every prompt is admitted; return their records.
 
         Raises:
             ModelServiceError, SamplingError: one of them was refused.
@@ -66,10 +66,12 @@ class Generation:
         for call in self._calls:
             self._streams.append(self._handle.remote(call))
         firsts = await asyncio.gather(*(self._next(stream) for stream in self._streams))
+        admissions = []
         for first in firsts:
             if first is None or first[0]["kind"] != "admission":
                 raise EngineDeadError("a stream began without an admission")
-        return cast(AdmissionRecord, cast(Message, firsts[0])[0])
+            admissions.append(first[0])
+        return admissions
 
     async def messages(self) -> AsyncGenerator[tuple[int, Message], None]:
         """Yield (prompt index, message) as they come, until every stream has ended.

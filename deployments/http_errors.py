@@ -121,6 +121,7 @@ ERROR_TABLE: Mapping[type[Exception], ErrorRow] = {
     model_errors.ModelNotFoundError: _row(
         HTTPStatus.NOT_FOUND, _INVALID, "model_not_found", param="model"
     ),
+    model_errors.InvalidAdapterIdError: dataclasses.replace(_INVALID_VALUE, param="peft"),
     model_errors.AdapterNotFoundError: _row(
         HTTPStatus.NOT_FOUND, _INVALID, "adapter_not_found", param="peft"
     ),
@@ -136,8 +137,11 @@ ERROR_TABLE: Mapping[type[Exception], ErrorRow] = {
     model_errors.DrainingError: _row(
         HTTPStatus.SERVICE_UNAVAILABLE, _UNAVAILABLE, "draining", retry_after_s=5.0
     ),
-    model_errors.AdapterLoadError: _row(
+    model_errors.AdapterLoadFailedError: _row(
         HTTPStatus.SERVICE_UNAVAILABLE, _UNAVAILABLE, "adapter_load_failed"
+    ),
+    model_errors.AdapterSlotTimeoutError: _row(
+        HTTPStatus.SERVICE_UNAVAILABLE, _UNAVAILABLE, "adapter_slots_busy", retry_after_s=1.0
     ),
     model_errors.SequenceFailedError: _FAILED,
     model_errors.EngineDeadError: _row(

@@ -6,6 +6,7 @@ deployment (the builder, the ingress) stays light.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -14,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deployments.calls import GenerationCall, to_generation_request
-from deployments.encoding import encode_events
+from deployments.encoding import encode_messages
 from deployments.records import Message
 from deployments.refusal_log import quiet_refusals
 from models.config import EngineConfig
+from models.text.bad_words import encode_bad_words
 
 if TYPE_CHECKING:
     from models.engine.async_engine import AsyncEngine
@@ -53,11 +55,11 @@ class ModelReplica:
 
         quiet_refusals()
         folder = Path(cache_folder).expanduser()
-        self._is_stopped = False
         self._default_timeout_s = request_timeout_s or None
         self._engine: AsyncEngine = build_engine(
             config, cache_folder=folder, progress=_report_progress
         )
+        self._is_stopped = False
         self._engine.start()
 
     async def generate(self, call: GenerationCall) -> AsyncGenerator[Message, None]:
@@ -69,10 +71,21 @@ class ModelReplica:
         Raises:
             ModelServiceError, SamplingError: whatever refused or ended the generation.
         """
-        request = to_generation_request(call, default_timeout_s=self._default_timeout_s)
+        text = self._engine.text
+        bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+        if call["bad_words"]:
+            bad_words_token_ids = await asyncio.to_thread(
+                encode_bad_words, call["bad_words"], text.encode
+            )
+        request = to_generation_request(
+            call,
+            bad_words_token_ids=bad_words_token_ids,
+            default_timeout_s=self._default_timeout_s,
+        )
         async with contextlib.aclosing(self._engine.generate(request)) as batches:
             async for events in batches:
-                yield encode_events(events, self._engine.text)
+                for message in encode_messages(events, text):
+                    yield message
 
     async def ping(self) -> None:
         """Answer, if the engine is well.

@@ -19,8 +19,9 @@ from typing import Literal, NotRequired, TypedDict
 class AdmissionRecord(TypedDict):
     """The request is valid, fits, and has a place in the queue.
 
-    ``prompt_text`` (of all prompt tokens) and ``first_prompt_token`` (the text of the first one)
-    are there if the call asked for the prompt to be reported.
+    ``prompt_text`` (of all prompt tokens, special ones too, without a character that they leave
+    unfinished) and ``first_prompt_token`` (the text of the first one) are there if the call asked
+    for the prompt to be reported.
     """
 
     kind: Literal["admission"]

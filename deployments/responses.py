@@ -11,6 +11,14 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from deployments.answer_form import AnswerForm, LogprobScope
+from deployments.logprob_objects import (
+    PromptResult,
+    TextOffsets,
+    make_completion_logprobs,
+    make_content,
+    make_prompt_logprobs,
+)
 from deployments.records import LogprobRecord, UsageRecord
 
 # A JSON object as Python has it.
@@ -70,8 +78,19 @@ class Reply(Protocol):
         """Return the event of the token counts."""
         ...
 
-    def whole(self, choices: Iterable[ChoiceResult], usage: UsageRecord) -> Event:
-        """Return the answer of a request that does not stream."""
+    def whole(
+        self,
+        choices: Iterable[ChoiceResult],
+        prompts: Sequence[PromptResult],
+        usage: UsageRecord,
+    ) -> Event:
+        """Return the answer of a request that does not stream.
+
+        Args:
+            choices: those that are told, prompt by prompt.
+            prompts: what is known of each prompt.
+            usage: of all that was generated.
+        """
         ...
 
 
@@ -80,24 +99,20 @@ def make_fingerprint(numerics: str) -> str:
     return f"fp_{hashlib.blake2b(numerics.encode(), digest_size=5).hexdigest()}"
 
 
-def make_reply(head: ReplyHead, *, is_chat: bool, has_logprobs: bool, has_usage: bool) -> Reply:
+def make_reply(head: ReplyHead, form: AnswerForm) -> Reply:
     """Return the builder of one answer.
 
     Args:
         head: its constant part.
-        is_chat: a chat completion, else a text completion.
-        has_logprobs: log probabilities were asked for.
-        has_usage: a stream ends with its usage, so its other events say null there.
+        form: what it tells.
     """
-    kind = _ChatReply if is_chat else _CompletionReply
-    return kind(head, has_logprobs, has_usage)
+    return _ChatReply(head, form) if form.is_chat else _CompletionReply(head, form)
 
 
 class _ChatReply:
-    def __init__(self, head: ReplyHead, has_logprobs: bool, has_usage: bool) -> None:
+    def __init__(self, head: ReplyHead, form: AnswerForm) -> None:
         self._head = head
-        self._has_logprobs = has_logprobs
-        self._has_usage = has_usage
+        self._form = form
 
     def opening(self, choice: int) -> Event | None:
         return self._chunk(choice, {"role": "assistant", "content": ""})
@@ -113,7 +128,15 @@ class _ChatReply:
     def usage(self, usage: UsageRecord) -> Event:
         return {**_head_fields(self._head, "chat.completion.chunk"), **_usage_end(usage)}
 
-    def whole(self, choices: Iterable[ChoiceResult], usage: UsageRecord) -> Event:
+    def whole(
+        self,
+        choices: Iterable[ChoiceResult],
+        prompts: Sequence[PromptResult],
+        usage: UsageRecord,
+    ) -> Event:
+        (prompt,) = prompts
+        is_prompt_told = self._form.logprobs is LogprobScope.PROMPT
+        told = self._logprobs(prompt.logprobs) if is_prompt_told else None
         return {
             **_head_fields(self._head, "chat.completion"),
             "choices": [
@@ -125,13 +148,14 @@ class _ChatReply:
                         "refusal": None,
                         "reasoning_content": None,
                     },
-                    "logprobs": self._logprobs(choice.logprobs),
+                    "logprobs": told if is_prompt_told else self._logprobs(choice.logprobs),
                     "finish_reason": choice.finish_reason,
                     "stop_reason": choice.stop_reason,
                 }
                 for index, choice in enumerate(choices)
             ],
             "usage": _usage_object(usage),
+            **_prompt_fields(self._form, prompt),
         }
 
     def _chunk(self, choice: int, delta: Event, logprobs: Event | None = None) -> Event:
@@ -139,29 +163,28 @@ class _ChatReply:
         event["choices"] = [
             {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": None}
         ]
-        if self._has_usage:
+        if self._form.has_stream_usage:
             event["usage"] = None
         return event
 
     def _logprobs(self, logprobs: Sequence[LogprobRecord]) -> Event | None:
-        if not self._has_logprobs:
+        if self._form.logprobs is LogprobScope.NONE:
             return None
-        return {"content": [_token_object(record) for record in logprobs], "refusal": None}
+        return {"content": make_content(logprobs, self._form.num_top_logprobs), "refusal": None}
 
 
 class _CompletionReply:
-    def __init__(self, head: ReplyHead, has_logprobs: bool, has_usage: bool) -> None:
+    def __init__(self, head: ReplyHead, form: AnswerForm) -> None:
         self._head = head
-        self._has_logprobs = has_logprobs
-        self._has_usage = has_usage
-        # choice -> characters of its text that its log probabilities have covered
-        self._num_characters: dict[int, int] = {}
+        self._form = form
+        # choice -> where in its text the next token of a stream begins
+        self._offsets: dict[int, TextOffsets] = {}
 
     def opening(self, choice: int) -> Event | None:  # noqa: ARG002 - chats have one
         return None
 
     def delta(self, choice: int, text: str, logprobs: Sequence[LogprobRecord]) -> Event:
-        return self._chunk(choice, text, self._logprobs(choice, logprobs))
+        return self._chunk(choice, text, self._stream_logprobs(choice, logprobs))
 
     def finish(self, choice: int, finish_reason: str, stop_reason: str | int | None) -> Event:
         event = self._chunk(choice, "", None)
@@ -171,20 +194,32 @@ class _CompletionReply:
     def usage(self, usage: UsageRecord) -> Event:
         return {**_head_fields(self._head, "text_completion"), **_usage_end(usage)}
 
-    def whole(self, choices: Iterable[ChoiceResult], usage: UsageRecord) -> Event:
-        return {
-            **_head_fields(self._head, "text_completion"),
-            "choices": [
+    def whole(
+        self,
+        choices: Iterable[ChoiceResult],
+        prompts: Sequence[PromptResult],
+        usage: UsageRecord,
+    ) -> Event:
+        own_fields = [_prompt_fields(self._form, prompt) for prompt in prompts]
+        told = []
+        for index, choice in enumerate(choices):
+            prompt_index = index // self._form.num_choices
+            prompt = prompts[prompt_index]
+            told.append(
                 {
                     "index": index,
-                    "text": "".join(choice.texts),
-                    "logprobs": self._logprobs(index, choice.logprobs),
+                    "text": "".join((prompt.text * self._form.is_prompt_echoed, *choice.texts)),
+                    "logprobs": self._logprobs(prompt, choice),
                     "finish_reason": choice.finish_reason,
                     "stop_reason": choice.stop_reason,
+                    **own_fields[prompt_index],
                 }
-                for index, choice in enumerate(choices)
-            ],
+            )
+        return {
+            **_head_fields(self._head, "text_completion"),
+            "choices": told,
             "usage": _usage_object(usage),
+            **(own_fields[0] if len(prompts) == 1 else {}),
         }
 
     def _chunk(self, choice: int, text: str, logprobs: Event | None) -> Event:
@@ -192,33 +227,38 @@ class _CompletionReply:
         event["choices"] = [
             {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": None}
         ]
-        if self._has_usage:
+        if self._form.has_stream_usage:
             event["usage"] = None
         return event
 
-    def _logprobs(self, choice: int, logprobs: Sequence[LogprobRecord]) -> Event | None:
-        """Return one object that holds OctoAI's shape (``content``) and OpenAI's legacy one."""
-        if not self._has_logprobs:
+    def _stream_logprobs(self, choice: int, logprobs: Sequence[LogprobRecord]) -> Event | None:
+        if self._form.logprobs is LogprobScope.NONE:
             return None
-        offsets = []
-        num_characters = self._num_characters.get(choice, 0)
-        for record in logprobs:
-            first = record["bytes"][:1]
-            is_inside_character = bool(first) and _is_continuation(first[0])
-            offsets.append(max(0, num_characters - is_inside_character))
-            num_characters += sum(not _is_continuation(byte) for byte in record["bytes"])
-        self._num_characters[choice] = num_characters
-        return {
-            "content": [_token_object(record) for record in logprobs],
-            "refusal": None,
-            "tokens": [record["token"] for record in logprobs],
-            "token_logprobs": [record["logprob"] for record in logprobs],
-            "top_logprobs": [
-                {top["token"]: top["logprob"] for top in record.get("top", ())}
-                for record in logprobs
-            ],
-            "text_offset": offsets,
-        }
+        offsets = self._offsets.setdefault(choice, TextOffsets())
+        return make_completion_logprobs(logprobs, self._form.num_top_logprobs, offsets)
+
+    def _logprobs(self, prompt: PromptResult, choice: ChoiceResult) -> Event | None:
+        scope, num_top = self._form.logprobs, self._form.num_top_logprobs
+        if scope is LogprobScope.NONE:
+            return None
+        if scope is LogprobScope.OUTPUT:
+            return make_completion_logprobs(choice.logprobs, num_top, TextOffsets())
+        offsets = TextOffsets.behind_first_token(prompt)
+        if scope is LogprobScope.PROMPT:
+            return make_completion_logprobs(prompt.logprobs, num_top, offsets)
+        records = [*prompt.logprobs, *choice.logprobs]
+        return make_completion_logprobs(records, num_top, offsets, prompt.first_token)
+
+
+def _prompt_fields(form: AnswerForm, prompt: PromptResult) -> Event:
+    """Return vLLM's field.
+
+    It stands at the top of an answer, unless there are several prompts; in completions, which may
+    have several, in each choice too.
+    """
+    if form.num_prompt_logprobs is None:
+        return {}
+    return {"prompt_logprobs": make_prompt_logprobs(prompt.logprobs, form.num_prompt_logprobs)}
 
 
 def _head_fields(head: ReplyHead, kind: str) -> Event:
@@ -244,19 +284,3 @@ def _usage_object(usage: UsageRecord) -> Mapping[str, Any]:
         "total_tokens": num_prompt_tokens + num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage["num_cached_tokens"]},
     }
-
-
-def _token_object(record: LogprobRecord) -> Event:
-    return {
-        **_alternative(record),
-        "top_logprobs": [_alternative(top) for top in record.get("top", ())],
-    }
-
-
-def _alternative(record: LogprobRecord) -> Event:
-    return {"token": record["token"], "logprob": record["logprob"], "bytes": record["bytes"]}
-
-
-def _is_continuation(byte: int) -> bool:
-    """Whether a byte of UTF-8 goes on with a character that an earlier byte began."""
-    return byte & 0xC0 == 0x80

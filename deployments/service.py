@@ -6,20 +6,24 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from deployments.answers import AnswerCollector, AnswerEvents
+from deployments.calls import PromptRecord
 from deployments.generation import GenerateHandle, Generation
+from deployments.logprob_objects import PromptResult
 from deployments.open_requests import OpenRequests
 from deployments.records import AdmissionRecord
 from deployments.responses import Event, Reply, ReplyHead, make_fingerprint, make_reply
 from deployments.translate import Job, make_chat_job, make_completion_job
 from deployments.wire import parse_chat_request, parse_completion_request
-from models.errors import EngineDeadError, ModelNotFoundError
+from models.errors import EngineDeadError, InvalidRequestError, ModelNotFoundError
 
 _HEALTH_TIMEOUT_S = 5.0
+# Log probabilities of prompt tokens (with their alternatives) in one answer: up to 50 MB of JSON.
+MAX_PROMPT_ENTRIES = 500_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,12 +130,7 @@ class GenerationService:
             model=job.model_id,
             system_fingerprint=make_fingerprint(admission["numerics"]),
         )
-        return make_reply(
-            head,
-            is_chat=job.is_chat,
-            has_logprobs=job.has_logprobs,
-            has_usage=job.has_stream_usage,
-        )
+        return make_reply(head, job.form)
 
     async def collect(self, job: Job) -> Event:
         """Return the whole answer.
@@ -140,12 +139,16 @@ class GenerationService:
             ModelServiceError, SamplingError: whatever ended the generation.
         """
         with self.open(job) as generation:
-            reply = self.make_reply(job, await generation.admit())
-            collector = AnswerCollector(reply, len(job.calls), job.num_choices)
+            admissions = await generation.admit()
+            reply = self.make_reply(job, admissions[0])
+            collector = AnswerCollector(reply, job.form, begin_prompts(job, admissions))
             async with contextlib.aclosing(generation.messages()) as messages:
                 async for prompt_index, message in messages:
                     collector.add(prompt_index, message)
-            return collector.finish()
+            if job.form.num_prompt_alternatives is None:
+                return collector.finish()
+            # Up to two seconds of work (measured), in which nobody else may wait for this loop.
+            return await asyncio.to_thread(collector.finish)
 
     async def stream(self, job: Job) -> AsyncGenerator[Event, None]:
         """Yield the events of the answer.
@@ -154,10 +157,9 @@ class GenerationService:
             ModelServiceError, SamplingError: whatever ended the generation.
         """
         with self.open(job) as generation:
-            reply = self.make_reply(job, await generation.admit())
-            events = AnswerEvents[Event](
-                reply, len(job.calls), job.num_choices, has_usage=job.has_stream_usage
-            )
+            admissions = await generation.admit()
+            reply = self.make_reply(job, admissions[0])
+            events = AnswerEvents[Event](reply, job.form, begin_prompts(job, admissions))
             for event in events.open():
                 yield event
             async with contextlib.aclosing(generation.messages()) as messages:
@@ -211,6 +213,37 @@ class GenerationService:
     async def drain(self, grace_s: float) -> int:
         """Refuse new requests and end the open ones in order; return how many were cut."""
         return await self._open_requests.drain(grace_s)
+
+
+def begin_prompts(job: Job, admissions: Sequence[AdmissionRecord]) -> list[PromptResult]:
+    """Return what is known of the prompts of an admitted job.
+
+    A prompt that came as text is echoed as it came, one of token ids as the tokenizer spells it.
+
+    Raises:
+        InvalidRequestError: the answer would hold too many log probabilities.
+    """
+    num_entries = sum(
+        job.form.count_prompt_entries(admission["num_prompt_tokens"]) for admission in admissions
+    )
+    if num_entries > MAX_PROMPT_ENTRIES:
+        raise InvalidRequestError(
+            job.prompt_param,
+            f"the answer would hold {num_entries} log probabilities of prompt tokens; at most "
+            f"{MAX_PROMPT_ENTRIES} are allowed",
+        )
+    return [
+        PromptResult(
+            num_tokens=admission["num_prompt_tokens"],
+            text=_echo(call["prompt"], admission) if job.form.is_prompt_reported else "",
+            first_token=admission.get("first_prompt_token", ""),
+        )
+        for call, admission in zip(job.calls, admissions, strict=True)
+    ]
+
+
+def _echo(prompt: PromptRecord, admission: AdmissionRecord) -> str:
+    return prompt["text"] if prompt["kind"] == "text" else admission.get("prompt_text", "")
 
 
 async def _ask(handle: Any) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from deployments.answer_form import AnswerForm
 from deployments.calls import GenerationCall, PromptRecord
 from deployments.wire import ChatRequest, CompletionRequest, GenerationFields
 from deployments.wire_values import PromptItem
@@ -16,10 +17,12 @@ _SAMPLING_FIELDS = (
     "top_p",
     "top_k",
     "min_p",
+    "typical_p",
     "repetition_penalty",
     "frequency_penalty",
     "presence_penalty",
     "logit_bias",
+    "allowed_token_ids",
     "min_tokens",
     "stop_token_ids",
     "ignore_eos",
@@ -33,24 +36,18 @@ class Job:
     Attributes:
         response_id: id of the answer.
         model_id: which model.
-        is_chat: answer as a chat completion, else as a text completion.
         calls: one per prompt.
-        num_choices: choices of each prompt; choice c of prompt p has index p * num_choices + c.
+        form: how the answer is told.
         is_stream: answer as a stream of events.
-        has_stream_usage: end the stream with a usage event.
-        has_logprobs: report log probabilities.
         prompt_param: what the operation calls its prompt.
         ignored_fields: fields of the request that have no effect, as they are told.
     """
 
     response_id: str
     model_id: str
-    is_chat: bool
     calls: tuple[GenerationCall, ...]
-    num_choices: int
+    form: AnswerForm
     is_stream: bool
-    has_stream_usage: bool
-    has_logprobs: bool
     prompt_param: str
     ignored_fields: tuple[str, ...]
 
@@ -104,7 +101,8 @@ def _make_job(
         if request.max_completion_tokens is None
         else request.max_completion_tokens
     )
-    sampling = _sampling(request, max_tokens)
+    form = _form(request)
+    sampling = _sampling(request, max_tokens, form.num_output_alternatives)
     calls = tuple(
         GenerationCall(
             request_id=f"{response_id}-{index}",
@@ -112,36 +110,51 @@ def _make_job(
             sampling=sampling,
             is_max_tokens_explicit=max_tokens is not None,
             seed=draw_seed() if request.seed is None else request.seed,
-            num_choices=request.n,
+            num_choices=form.num_candidates,
             stop=list(request.stop),
             is_stop_included=request.include_stop_str_in_output,
             is_special_token_skipped=request.skip_special_tokens,
+            bad_words=list(request.bad_words),
             cache_salt=request.cache_salt,
             timeout_s=request.timeout_s,
+            num_prompt_logprobs=form.num_prompt_alternatives,
+            is_prompt_reported=form.is_prompt_reported,
         )
         for index, prompt in enumerate(prompts)
     )
     return Job(
         response_id=response_id,
         model_id=request.model,
-        is_chat=isinstance(request, ChatRequest),
         calls=calls,
-        num_choices=request.n,
+        form=form,
         is_stream=request.stream,
-        has_stream_usage=request.has_stream_usage,
-        has_logprobs=request.num_top_logprobs is not None,
         prompt_param=request.prompt_param,
         ignored_fields=request.ignored_fields,
     )
 
 
-def _sampling(request: GenerationFields, max_tokens: int | None) -> dict[str, Any]:
+def _form(request: GenerationFields) -> AnswerForm:
+    return AnswerForm(
+        is_chat=isinstance(request, ChatRequest),
+        has_stream_usage=request.has_stream_usage,
+        num_candidates=request.num_candidates,
+        num_choices=request.n,
+        logprobs=request.logprob_scope,
+        num_top_logprobs=request.num_top_logprobs or 0,
+        is_prompt_echoed=request.is_prompt_echoed,
+        num_prompt_logprobs=request.prompt_logprobs,
+    )
+
+
+def _sampling(
+    request: GenerationFields, max_tokens: int | None, num_top_logprobs: int | None
+) -> dict[str, Any]:
     """Return the sampling fields that the request sets, checked for their ranges."""
     values: dict[str, Any] = {
         name: value for name in _SAMPLING_FIELDS if (value := getattr(request, name)) is not None
     }
-    if request.num_top_logprobs is not None:
-        values["num_top_logprobs"] = request.num_top_logprobs
+    if num_top_logprobs is not None:
+        values["num_top_logprobs"] = num_top_logprobs
     if max_tokens is not None:
         values["max_tokens"] = max_tokens
     elif request.min_tokens is not None:

@@ -42,12 +42,9 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "merged_adapters": _NEVER,
     "adapter_source": _NEVER,
     "lora": _EMPTY,
-    # the prompt's log probabilities
-    "echo": _OFF,
-    "loglikelihood": _OFF,
-    "prompt_logprobs": _NEVER,
     "logprob_token_ids": _EMPTY,
-    # prompt and template
+    # prompt and template; only completions echo
+    "echo": _OFF,
     "suffix": _EMPTY,
     "input_ids": _NEVER,
     "chat_template": _EMPTY,
@@ -61,9 +58,6 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "truncate": _NEVER,
     # sampling
     "use_beam_search": _OFF,
-    "typical_p": _ONE,
-    "bad_words": _EMPTY,
-    "allowed_token_ids": _EMPTY,
     "stop_regex": _EMPTY,
     "repetition_detection": _NEVER,
     "repeat_penalty": _ONE,
@@ -109,7 +103,7 @@ def refuse_unsupported(body: Mapping[str, Any]) -> None:
     """Check the fields that no schema of ours has.
 
     Args:
-        body: the request's fields, without those that are null.
+        body: the request's fields that its schema lacks, without those that are null.
 
     Raises:
         InvalidRequestError: naming a field that would change the answer.
@@ -124,9 +118,6 @@ def refuse_unsupported(body: Mapping[str, Any]) -> None:
     for field in _NEUTRAL_VALUES.keys() & body.keys():
         if not _is_neutral(field, body[field]):
             raise InvalidRequestError(field, "this value is not supported by this server")
-    best_of = body.get("best_of")
-    if best_of is not None and _exact(best_of) != _exact(body.get("n", 1)):
-        raise InvalidRequestError("best_of", "is not supported other than equal to n")
 
 
 def find_ignored(names: Mapping[str, Any]) -> tuple[str, ...]:
@@ -137,7 +128,7 @@ def find_ignored(names: Mapping[str, Any]) -> tuple[str, ...]:
     Args:
         names: fields of a request that its schema does not have.
     """
-    accepted = {*_NEUTRAL_VALUES, *_ADAPTER_SELECTORS, "best_of"}
+    accepted = {*_NEUTRAL_VALUES, *_ADAPTER_SELECTORS}
     ignored = filter(_is_harmless, sorted(names.keys() - accepted))
     return tuple(itertools.islice(ignored, _MAX_IGNORED_FIELDS))
 

@@ -19,8 +19,12 @@ from pydantic import (
     model_validator,
 )
 
+from deployments.answer_form import LogprobScope
 from deployments.unsupported import find_ignored, refuse_unsupported
 from deployments.wire_values import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
     MAX_CHOICES,
     MAX_MESSAGES,
     PromptItem,
@@ -37,10 +41,13 @@ from sampling.params import MAX_TOP_LOGPROBS
 
 _INT32_MAX = 2**31 - 1
 _MAX_TIMEOUT_S = 86_400
+# OpenAI's and OctoAI's bound for completions; chats have 20.
+_MAX_COMPLETION_LOGPROBS = 5
 
 Count = Annotated[int, Field(ge=1, le=_INT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 NumTopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 LogitBias = Annotated[tuple[tuple[int, float], ...], PlainValidator(read_logit_bias)]
 Stop = Annotated[tuple[str, ...], PlainValidator(read_stop)]
 Metadata = Annotated[Mapping[str, str], PlainValidator(read_metadata)]
@@ -87,6 +94,18 @@ class GenerationFields(WireModel):
     arrival at a replica of the model until its last token (each prompt of several for itself);
     then it ends with DeadlineExceededError. The wait for a replica does not count. Absent, the
     model's ``request_timeout_s`` of the configuration applies.
+
+    ``best_of`` generates that many choices and tells the ``n`` with the highest mean log
+    probability per token, best first; the usage counts all of them. ``bad_words`` are texts that
+    the output must not hold, directly behind other text or behind a space. An empty list of
+    ``bad_words`` or ``allowed_token_ids`` asks for nothing.
+
+    Log probabilities of the prompt come in three ways, with the same numbers: those of the raw
+    distribution, none for the first token, -9999.0 for minus infinity. None goes with a stream.
+    ``loglikelihood`` (OctoAI) puts them in each choice's ``logprobs``, which then has the prompt's
+    tokens but the first and no drawn one; ``logprobs`` and ``top_logprobs`` say how many
+    alternatives each has. ``prompt_logprobs`` (vLLM) is the number of alternatives in a list of
+    its own. The third is ``echo`` with ``logprobs`` (see CompletionRequest).
     """
 
     # What the operation's prompt is called.
@@ -100,17 +119,25 @@ class GenerationFields(WireModel):
     top_p: float | None = None
     top_k: Annotated[int, Field(le=_INT32_MAX)] | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: LogitBias | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True)] | None
+    ) = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] = []
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: Stop = ()
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     ignore_eos: bool | None = None
+    loglikelihood: bool = False
+    prompt_logprobs: NumTopLogprobs | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
@@ -124,15 +151,61 @@ class GenerationFields(WireModel):
             raise InvalidRequestError("stream_options", "is only allowed with stream=true")
         return self
 
+    @model_validator(mode="after")
+    def _check_best_of(self) -> Self:
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidRequestError("best_of", f"{self.best_of} is less than n ({self.n})")
+        if self.stream and self.num_candidates > self.n:
+            raise InvalidRequestError("best_of", "more than n is not allowed with stream=true")
+        return self
+
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> Self:
+        if self.loglikelihood and self.is_prompt_echoed and self.num_top_logprobs is not None:
+            raise InvalidRequestError(
+                "loglikelihood",
+                "is not allowed with echo and logprobs: both say what the same list holds",
+            )
+        asking = {
+            "loglikelihood": self.loglikelihood,
+            "prompt_logprobs": self.prompt_logprobs is not None,
+            "echo": self.logprob_scope is LogprobScope.ALL,
+        }
+        for field, is_asking in asking.items():
+            if is_asking and self.stream:
+                raise InvalidRequestError(
+                    field, "log probabilities of the prompt are not allowed with stream=true"
+                )
+        return self
+
     @property
     def has_stream_usage(self) -> bool:
         """Whether the stream ends with a usage event."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def num_candidates(self) -> int:
+        """How many choices are generated of each prompt."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
     def num_top_logprobs(self) -> int | None:
         """How many alternatives are reported per token; None reports no log probabilities."""
         raise NotImplementedError
+
+    @property
+    def is_prompt_echoed(self) -> bool:
+        """Whether each choice's text begins with its prompt."""
+        return False
+
+    @property
+    def logprob_scope(self) -> LogprobScope:
+        """Whose log probabilities stand in each choice."""
+        if self.loglikelihood:
+            return LogprobScope.PROMPT
+        if self.num_top_logprobs is None:
+            return LogprobScope.NONE
+        return LogprobScope.ALL if self.is_prompt_echoed else LogprobScope.OUTPUT
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:
@@ -141,7 +214,11 @@ class GenerationFields(WireModel):
 
 
 class ChatRequest(GenerationFields):
-    """Body of POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions.
+
+    ``logprobs`` is a boolean and nothing else: a client that sends 1 means the completions' number
+    (OctoAI's evaluation client does so, and asks there), so it is refused rather than guessed.
+    """
 
     prompt_param: ClassVar[str] = "messages"
 
@@ -164,23 +241,44 @@ class ChatRequest(GenerationFields):
 
 
 class CompletionRequest(GenerationFields):
-    """Body of POST /v1/completions."""
+    """Body of POST /v1/completions.
+
+    ``logprobs`` is the number of alternatives, 0 to 5. With ``echo`` each choice's text begins with
+    its prompt (a text as it was sent, token ids as the tokenizer spells them), and with
+    ``logprobs`` besides, its log probabilities begin with the prompt's: in OpenAI's lists null for
+    the first token, which ``content`` leaves out. With ``echo`` a limit of 0 new tokens is allowed.
+    """
 
     prompt_param: ClassVar[str] = "prompt"
 
     prompt: Prompts
-    logprobs: NumTopLogprobs | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=_INT32_MAX)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, le=_INT32_MAX)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=_MAX_COMPLETION_LOGPROBS)] | None = None
+    echo: bool = False
 
     @model_validator(mode="after")
     def _check_choices(self) -> Self:
-        num_choices = len(self.prompt) * self.n
+        num_choices = len(self.prompt) * self.num_candidates
         if num_choices > MAX_CHOICES:
             raise InvalidRequestError(
                 "prompt",
-                f"{len(self.prompt)} prompts with n={self.n} make {num_choices} choices; "
-                f"at most {MAX_CHOICES} are allowed",
+                f"{len(self.prompt)} prompts with {self.num_candidates} choices each make "
+                f"{num_choices}; at most {MAX_CHOICES} are allowed",
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_max_tokens(self) -> Self:
+        for field in ("max_tokens", "max_completion_tokens"):
+            if getattr(self, field) == 0 and not self.echo:
+                raise InvalidRequestError(field, "0 is only allowed with echo=true")
+        return self
+
+    @property
+    def is_prompt_echoed(self) -> bool:
+        """Whether each choice's text begins with its prompt."""
+        return self.echo
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -227,5 +325,5 @@ def _parse(kind: type[_Request], body: object) -> _Request:
         request = kind.model_validate(fields)
     except ValidationError as error:
         raise explain(error) from None
-    refuse_unsupported(fields)
+    refuse_unsupported({name: fields[name] for name in fields.keys() - kind.model_fields.keys()})
     return request

@@ -113,12 +113,18 @@ class EngineConfig:
 
     Attributes:
         default_max_tokens: new tokens when the request names no limit (clamped to the room left).
+        logits_processors: ``package.module:Name`` of further ``sampling.processors``, run in this
+            order after the built-in ones.
+        prompt_logprobs_budget_bytes: bytes that the logits of one step may take (in float32) for
+            log probabilities of prompts; whatever it is, one position a step gets them.
     """
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     kv_cache: KVCacheConfig = dataclasses.field(default_factory=KVCacheConfig)
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     default_max_tokens: int = 512
+    logits_processors: tuple[str, ...] = ()
+    prompt_logprobs_budget_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
         """Check ranges.
@@ -127,6 +133,12 @@ class EngineConfig:
             ConfigError: naming the field.
         """
         _check_at_least("default_max_tokens", self.default_max_tokens, 1)
+        _check_at_least("prompt_logprobs_budget_bytes", self.prompt_logprobs_budget_bytes, 1)
+        for path in self.logits_processors:
+            if not all(path.partition(":")):
+                raise ConfigError(
+                    "logits_processors", f"'{path}' does not have the form package.module:Name"
+                )
 
 
 def _check_at_least(field: str, value: int, low: int) -> None:

@@ -7,13 +7,15 @@
         ContextLengthExceededError     num_prompt_tokens, max_tokens, max_model_len_tokens
         ChatTemplateError              reason (the template's own words)
         ModelNotFoundError             model_id
+        InvalidAdapterIdError          adapter_id
         AdapterNotFoundError           adapter_id
         AdapterIncompatibleError       adapter_id, reason
         DeadlineExceededError          timeout_s
       CapacityError                  ours; the same request may succeed later
         QueueFullError                 num_waiting, max_num_waiting
         DrainingError                  the replica takes no new work
-        AdapterLoadError               adapter_id, reason, retry_after_s
+        AdapterLoadFailedError         adapter_id, reason, retry_after_s
+        AdapterSlotTimeoutError        adapter_id, wait_s
       EngineError                    ours
         SequenceFailedError            reason; one sequence could not go on, the engine can
         EngineDeadError                reason; the step loop ended, the replica is replaced
@@ -100,6 +102,22 @@ class ModelNotFoundError(RequestError):
         return f"the model '{self.model_id}' does not exist"
 
 
+class InvalidAdapterIdError(RequestError):
+    """What names an adapter breaks the grammar of adapter ids."""
+
+    def __init__(self, adapter_id: str) -> None:
+        super().__init__(adapter_id)
+        self.adapter_id = adapter_id
+
+    def __str__(self) -> str:
+        # It may be long and hold anything.
+        shown = ascii(self.adapter_id[:64])
+        return (
+            f"{shown} is not the id of an adapter: that is a name of letters, digits, '.', '_' and "
+            "'-', at most 96 characters long, or two of them joined by '/'"
+        )
+
+
 class AdapterNotFoundError(RequestError):
     """No adapter of this id exists for the model."""
 
@@ -157,7 +175,7 @@ class DrainingError(CapacityError):
         return "the server is shutting down"
 
 
-class AdapterLoadError(CapacityError):
+class AdapterLoadFailedError(CapacityError):
     """The adapter's files could not be read; the next try may succeed."""
 
     def __init__(self, adapter_id: str, reason: str, retry_after_s: float) -> None:
@@ -168,6 +186,21 @@ class AdapterLoadError(CapacityError):
 
     def __str__(self) -> str:
         return f"the adapter '{self.adapter_id}' could not be loaded: {self.reason}"
+
+
+class AdapterSlotTimeoutError(CapacityError):
+    """All places for adapters stayed in use by other requests for as long as one may wait."""
+
+    def __init__(self, adapter_id: str, wait_s: float) -> None:
+        super().__init__(adapter_id, wait_s)
+        self.adapter_id = adapter_id
+        self.wait_s = wait_s
+
+    def __str__(self) -> str:
+        return (
+            f"no place became free for the adapter '{self.adapter_id}' within {self.wait_s:g} s; "
+            "all are in use by other adapters"
+        )
 
 
 class EngineError(ModelServiceError):

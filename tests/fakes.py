@@ -12,6 +12,7 @@ from models.scheduling.step_plan import (
     JoiningSequence,
     SampledToken,
     ScheduledSequence,
+    ScoredTokens,
     StepPlan,
     StepResult,
 )
@@ -95,11 +96,28 @@ class FakeStepRunner:
         choose_token: TokenRule = last_plus_one,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        max_num_scored_positions: int | None = None,
+        broken_prompt_token: int | None = None,
     ) -> None:
+        """Make a runner.
+
+        Args:
+            num_blocks: of the pool.
+            block_size_tokens: of one block.
+            choose_token: what is drawn.
+            max_num_seqs: checked, as the two below, if given.
+            max_num_batched_tokens: of one step.
+            max_num_scored_positions: of one step.
+            broken_prompt_token: a row that is to score this token fails alone.
+        """
         self.block_size_tokens = block_size_tokens
         self.choose_token = choose_token
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_scored_positions = max_num_scored_positions
+        self.broken_prompt_token = broken_prompt_token
+        # how many positions of each sequence were scored, before it was preempted too
+        self.num_scored_positions: dict[int, int] = {}
         self.plans: list[StepPlan] = []
         self._kv: list[list[bytes]] = [[b""] * block_size_tokens for _ in range(num_blocks)]
         self._rows: dict[int, _Row] = {}
@@ -126,8 +144,9 @@ class FakeStepRunner:
             self._write(scheduled)
         for scheduled in plan.sequences:
             self._attend(scheduled)
+        scored = [self._score(row) for row in plan.sequences if row.scored_positions]
         sampled = [self._sample(row) for row in plan.sequences if row.is_sampled]
-        return StepResult(plan.step_id, tuple(sampled))
+        return StepResult(plan.step_id, tuple(sampled), tuple(scored))
 
     def _check_step(self, plan: StepPlan) -> None:
         seq_ids = [scheduled.seq_id for scheduled in plan.sequences]
@@ -139,6 +158,9 @@ class FakeStepRunner:
             _require(len(seq_ids) <= self.max_num_seqs, "too many rows")
         if self.max_num_batched_tokens is not None:
             _require(plan.num_tokens <= self.max_num_batched_tokens, "too many tokens")
+        if self.max_num_scored_positions is not None:
+            num_scored = sum(len(scheduled.scored_positions) for scheduled in plan.sequences)
+            _require(num_scored <= self.max_num_scored_positions, "too many scored positions")
 
     def _leave_and_join(self, plan: StepPlan) -> None:
         for seq_id in plan.leaving:
@@ -160,10 +182,12 @@ class FakeStepRunner:
         _require(len(scheduled.token_ids) > 0, f"{seq_id} has no tokens")
         expected = tuple(tokens[scheduled.start : scheduled.end])
         _require(scheduled.token_ids == expected, f"{seq_id} runs tokens that are not its own")
+        is_last = scheduled.end == len(tokens) and row.joining.sampling.max_tokens > 0
         _require(
-            scheduled.is_sampled == (scheduled.end == len(tokens)),
+            scheduled.is_sampled == is_last,
             f"{seq_id} must be sampled behind its last token, and only there",
         )
+        self._check_scored(row.joining, scheduled)
         num_covered_tokens = len(scheduled.block_ids) * self.block_size_tokens
         _require(num_covered_tokens >= scheduled.end, f"{seq_id} lacks blocks")
         _require(
@@ -172,6 +196,15 @@ class FakeStepRunner:
         )
         row.block_ids = scheduled.block_ids
         row.num_computed_tokens = scheduled.end
+
+    def _check_scored(self, joining: JoiningSequence, scheduled: ScheduledSequence) -> None:
+        done = self.num_scored_positions.get(joining.seq_id, 0)
+        end = min(scheduled.end, len(joining.prompt_token_ids) - 1)
+        wants_more = joining.num_prompt_logprobs is not None and done < end
+        expected = range(done, end) if wants_more else range(0)
+        _require(done >= scheduled.start or not expected, "positions were run but not scored")
+        _require(scheduled.scored_positions == expected, "wrong positions are scored")
+        self.num_scored_positions[joining.seq_id] = max(done, expected.stop)
 
     def _check_writes(self, plan: StepPlan) -> None:
         num_holders: dict[int, int] = {}
@@ -207,6 +240,27 @@ class FakeStepRunner:
     def _read(self, block_ids: tuple[int, ...], position: int) -> bytes:
         block_id = block_ids[position // self.block_size_tokens]
         return self._kv[block_id][position % self.block_size_tokens]
+
+    def _score(self, scheduled: ScheduledSequence) -> ScoredTokens:
+        row = self._rows[scheduled.seq_id]
+        start = scheduled.scored_positions.start + 1
+        token_ids = row.joining.prompt_token_ids[start : scheduled.scored_positions.stop + 1]
+        if self.broken_prompt_token in token_ids:
+            return ScoredTokens(scheduled.seq_id, start, (), error="not a number")
+        num_top = row.joining.num_prompt_logprobs or 0
+        return ScoredTokens(
+            scheduled.seq_id,
+            start,
+            tuple(
+                TokenLogprob(
+                    token_id,
+                    -float(position),
+                    tuple((token_id + best, -float(best)) for best in range(num_top)),
+                    rank=position,
+                )
+                for position, token_id in enumerate(token_ids, start)
+            ),
+        )
 
     def _sample(self, scheduled: ScheduledSequence) -> SampledToken:
         row = self._rows[scheduled.seq_id]

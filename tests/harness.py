@@ -15,6 +15,7 @@ from models.requests import (
     GenerationEnd,
     GenerationRequest,
     Prompt,
+    PromptLogprobs,
     TokenDelta,
     TokenLogprob,
     TokenPrompt,
@@ -57,6 +58,7 @@ def make_parts(
     max_num_batched_tokens: int = 32,
     is_prefix_caching_enabled: bool = True,
     max_model_len_tokens: int = 0,
+    max_num_scored_positions: int = 1000,
     text: TokenText | None = None,
 ) -> EngineParts:
     """Assemble an engine over ``model`` with ``num_blocks`` usable KV blocks."""
@@ -64,12 +66,13 @@ def make_parts(
     fix_longrope(model, window)
     layers = tuple(discover_layers(model))
     elements = sum(layer.num_kv_heads * (layer.key_width + layer.value_width) for layer in layers)
+    vocabulary_size = model.get_output_embeddings().weight.shape[0]
     bytes_per_block = elements * model.dtype.itemsize * block_size
     return assemble(
         LoadedModel(
             model=model,
             layers=layers,
-            vocabulary_size=model.get_output_embeddings().weight.shape[0],
+            vocabulary_size=vocabulary_size,
             max_model_len_tokens=window,
             dtype=model.dtype,
         ),
@@ -84,12 +87,18 @@ def make_parts(
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
             ),
+            prompt_logprobs_budget_bytes=max_num_scored_positions * 4 * vocabulary_size,
         ),
     )
 
 
 def make_request(
-    request_id: str, *, seed: int = 0, num_choices: int = 1, **sampling: object
+    request_id: str,
+    *,
+    seed: int = 0,
+    num_choices: int = 1,
+    num_prompt_logprobs: int | None = None,
+    **sampling: object,
 ) -> GenerationRequest:
     """Return a request; its prompt is given to ``run`` as token ids."""
     return GenerationRequest(
@@ -99,13 +108,15 @@ def make_request(
         is_max_tokens_explicit=True,
         seed=seed,
         num_choices=num_choices,
+        num_prompt_logprobs=num_prompt_logprobs,
     )
 
 
 @dataclasses.dataclass
 class Output:
-    """All that came of one choice."""
+    """All that came of one choice; what is told of the prompt is choice 0's."""
 
+    prompt_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     is_finished: bool = False
@@ -140,6 +151,11 @@ def run(
                 output.token_ids.extend(event.token_ids)
                 output.logprobs.extend(event.logprobs)
                 output.is_finished = event.finish_reason is not None
+            elif isinstance(event, PromptLogprobs):
+                output = outputs.setdefault((request_id, 0), Output())
+                assert event.start == 1 + len(output.prompt_logprobs)
+                assert not output.token_ids
+                output.prompt_logprobs.extend(event.logprobs)
             else:
                 assert isinstance(event, GenerationEnd)
         engine.check_invariants()

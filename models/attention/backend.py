@@ -96,6 +96,17 @@ def attention_of(model: PreTrainedModel, backend: AttentionBackend) -> Iterator[
         model.config._attn_implementation = before
 
 
+@contextmanager
+def own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let the model attend by its own code, whole sequences at a time, inside of the block."""
+    attached = model.config._attn_implementation
+    model.config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = attached
+
+
 def attach(model: PreTrainedModel, backend: AttentionBackend) -> None:
     """Route the model's attention through ``backend`` from now on.
 

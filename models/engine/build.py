@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -34,6 +34,8 @@ from models.runner.row_stability import RowPolicy, make_row_independent
 from models.runner.self_check import check_model
 from models.scheduling.scheduler import Scheduler
 from models.text.tokenizer import Text
+from sampling.errors import InvalidSamplingParamsError
+from sampling.processors import LogitsProcessor, load_processor
 from sampling.sampler import Sampler
 
 Progress = Callable[[str], None]
@@ -73,6 +75,7 @@ def build_engine(config: EngineConfig, *, cache_folder: Path, progress: Progress
     Raises:
         ConfigError: the model cannot be served as configured, with the reason.
     """
+    processors = load_processors(config.logits_processors)
     torch.set_num_threads(plan_num_threads(config.model))
     path = resolve_model_path(config.model, cache_folder, progress)
     if Path(path).exists():
@@ -91,7 +94,7 @@ def build_engine(config: EngineConfig, *, cache_folder: Path, progress: Progress
         vocabulary_size=loaded.vocabulary_size,
     )
     progress("measuring matrix products and running the first steps, against the model's own")
-    parts = assemble(loaded, text, config)
+    parts = assemble(loaded, text, config, processors=processors)
     progress(
         f"KV cache: {parts.kv_plan.num_blocks} blocks of {parts.kv_plan.block_size_tokens} tokens, "
         f"{parts.kv_plan.num_tokens} tokens in all, {parts.kv_plan.total_bytes / 2**20:.0f} MiB"
@@ -105,8 +108,16 @@ def assemble(
     config: EngineConfig,
     *,
     clock: Callable[[], float] = time.monotonic,
+    processors: Sequence[LogitsProcessor] = (),
 ) -> EngineParts:
     """Plug an engine into a loaded model.
+
+    Args:
+        loaded: the model.
+        text: its tokenizer.
+        config: all of the engine.
+        clock: seconds; also the step loop's.
+        processors: run after the sampler's own.
 
     Raises:
         ConfigError: the KV budget is too small, or the self-check fails.
@@ -120,14 +131,18 @@ def assemble(
     attach(loaded.model, backend)
     forward = PackedForward(loaded.model, pool, backend, policy)
     error = check_model(loaded.model, forward, pool, name=config.model.model_id)
-    runner = ModelRunner(forward, Sampler(loaded.vocabulary_size, text.eos_token_ids))
+    runner = ModelRunner(forward, Sampler(loaded.vocabulary_size, text.eos_token_ids, processors))
     blocks = BlockManager(
         plan.num_blocks,
         plan.block_size_tokens,
         is_prefix_caching_enabled=config.kv_cache.is_prefix_caching_enabled,
     )
     engine = Engine(
-        Scheduler(config.scheduler, blocks),
+        Scheduler(
+            config.scheduler,
+            blocks,
+            plan_num_scored_positions(config.prompt_logprobs_budget_bytes, loaded.vocabulary_size),
+        ),
         blocks,
         runner,
         text,
@@ -184,9 +199,31 @@ def resolve_model_path(config: ModelConfig, cache_folder: Path, progress: Progre
     return str(path)
 
 
+def load_processors(paths: Sequence[str]) -> tuple[LogitsProcessor, ...]:
+    """Make the processors that the configuration names.
+
+    Raises:
+        ConfigError: one cannot be made, whatever its module does wrong, with the reason.
+    """
+    processors = []
+    for path in paths:
+        try:
+            processors.append(load_processor(path))
+        except InvalidSamplingParamsError as error:
+            raise ConfigError(error.param, error.reason) from error
+        except Exception as error:  # it is the code of others
+            raise ConfigError("logits_processors", f"'{path}' failed: {error!r}") from error
+    return tuple(processors)
+
+
 def plan_num_threads(config: ModelConfig) -> int:
     """Return the number of compute threads: the configured one, or the cores we may use."""
     return config.num_threads or len(os.sched_getaffinity(0))
+
+
+def plan_num_scored_positions(budget_bytes: int, vocabulary_size: int) -> int:
+    """Return how many positions of a step may have logits for the prompt, in float32."""
+    return max(budget_bytes // (4 * vocabulary_size), 1)
 
 
 def describe_numerics(loaded: LoadedModel, policy: RowPolicy) -> str:

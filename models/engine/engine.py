@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import math
@@ -10,7 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from models.engine.choice import ChoiceOutput
 from models.engine.intake import (
     EngineLimits,
     Intake,
@@ -18,6 +16,7 @@ from models.engine.intake import (
     PreparedRequest,
     TextFront,
 )
+from models.engine.open_request import OpenChoice, OpenRequest
 from models.engine.stats import EngineStats
 from models.errors import (
     DeadlineExceededError,
@@ -26,10 +25,18 @@ from models.errors import (
     SequenceFailedError,
 )
 from models.kv_cache.ledger import BlockManager
-from models.requests import Admission, GenerationEnd, GenerationEvent, GenerationRequest, Usage
+from models.requests import (
+    Admission,
+    FinishReason,
+    GenerationEnd,
+    GenerationEvent,
+    GenerationRequest,
+    PromptLogprobs,
+    TokenDelta,
+)
 from models.scheduling.scheduler import Scheduler
 from models.scheduling.sequence import Sequence
-from models.scheduling.step_plan import SampledToken, StepPlan, StepResult
+from models.scheduling.step_plan import SampledToken, ScoredTokens, StepPlan, StepResult
 
 _logger = logging.getLogger(__name__)
 
@@ -44,38 +51,14 @@ class StepRunner(Protocol):
         ...
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _OpenRequest:
-    """A request that was admitted and has not ended.
-
-    Attributes:
-        prepared: what it is.
-        sequences: its choices that were to be run, finished ones included; oldest first.
-        num_open_choices: how many of these are unfinished.
-        num_ended_tokens: tokens of choices that had ended before the request was resumed here.
-    """
-
-    prepared: PreparedRequest
-    sequences: list[Sequence]
-    num_open_choices: int
-    num_ended_tokens: int
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _OpenChoice:
-    """A choice that is being run."""
-
-    sequence: Sequence
-    output: ChoiceOutput
-    owner: _OpenRequest
-
-
 class Engine:
     """Admits requests, runs steps, and turns what they draw into events.
 
-    Events of a request: one delta for each token drawn, the last one of a choice with its finish
-    reason; behind the last choice's a GenerationEnd. An error takes the place of all that would
-    follow. An aborted request gets nothing more.
+    Events of a request: log probabilities of its prompt, if it asked for them, in one or several
+    stretches; one delta for each token drawn, the last one of a choice with its finish reason (if
+    no tokens were asked for, a delta without any once the prompt has run); behind the last
+    choice's a GenerationEnd. An error takes the place of all that would follow. An aborted
+    request gets nothing more.
 
     Owner: step thread, except for ``check_fields``, ``prepare`` and
     ``max_sequence_len_tokens``, which any thread may use.
@@ -112,8 +95,8 @@ class Engine:
             limits.max_model_len_tokens, blocks.num_blocks * blocks.block_size_tokens
         )
         self._intake = Intake(limits, text, self.max_sequence_len_tokens)
-        self._requests: dict[str, _OpenRequest] = {}
-        self._choices: dict[int, _OpenChoice] = {}
+        self._requests: dict[str, OpenRequest] = {}
+        self._choices: dict[int, OpenChoice] = {}
         self._seq_ids = itertools.count()
         # What admissions left to say; the next step says it first.
         self._outputs: list[EngineOutput] = []
@@ -188,11 +171,12 @@ class Engine:
             raise InvalidRequestError("request_id", f"'{request.request_id}' is in use")
         if prepared.deadline_s <= self._clock():
             raise DeadlineExceededError(request.timeout_s or 0.0)
-        num_cached_tokens = self._blocks.match_prefix(prepared.namespace, prepared.prompt_token_ids)
+        # Whoever wants log probabilities of the prompt computes all of it.
+        readable = prepared.prompt_token_ids if request.num_prompt_logprobs is None else ()
+        num_cached_tokens = self._blocks.match_prefix(prepared.namespace, readable)
         sequences = {
             choice.output.choice: self._new_sequence(prepared, choice)
-            for choice in prepared.choices
-            if choice.end is None
+            for choice in prepared.choices_to_run
         }
         if sequences:
             self._scheduler.add_group(tuple(sequences.values()))
@@ -206,6 +190,7 @@ class Engine:
             numerics=self._limits.numerics,
             num_prompt_tokens=len(prepared.prompt_token_ids),
             num_cached_tokens=num_cached_tokens,
+            prompt_token_ids=prepared.prompt_token_ids if request.is_prompt_reported else (),
         )
 
     def abort(self, request_id: str) -> None:
@@ -237,8 +222,13 @@ class Engine:
         result = self._runner.execute(plan)
         executed_at_s = self._clock()
         self._scheduler.apply(result)
+        for scored in result.scored:
+            self._take_scored(scored, outputs)
         for sampled in result.sampled:
             self._take(sampled, outputs)
+        for scheduled in plan.sequences:
+            if not scheduled.is_sampled:
+                self._end_if_prompt_only(scheduled.seq_id, outputs)
         self._num_steps += 1
         self._plan_s += planned_at_s - started_at_s
         self._execute_s += executed_at_s - planned_at_s
@@ -280,33 +270,63 @@ class Engine:
             raise RuntimeError("blocks are held although no request is open")
 
     def _new_sequence(self, prepared: PreparedRequest, choice: PreparedChoice) -> Sequence:
+        request = prepared.request
         return Sequence(
             seq_id=next(self._seq_ids),
-            request_id=prepared.request.request_id,
+            request_id=request.request_id,
             params=prepared.params,
             seed=choice.seed,
             namespace=prepared.namespace,
             prompt_token_ids=prepared.prompt_token_ids,
             choice=choice.output.choice,
             output_token_ids=list(choice.emitted_token_ids),
+            # The first choice tells what holds for all.
+            num_prompt_logprobs=request.num_prompt_logprobs if choice.output.choice == 0 else None,
         )
 
     def _open(self, prepared: PreparedRequest, sequences: dict[int, Sequence]) -> None:
         """Record an admitted request; what had ended before it was resumed is said at once."""
         request_id = prepared.request.request_id
-        opened = _OpenRequest(prepared, list(sequences.values()), len(sequences), 0)
+        opened = OpenRequest(prepared, list(sequences.values()), len(sequences), 0)
         for choice in prepared.choices:
             if choice.end is not None:
                 opened.num_ended_tokens += len(choice.emitted_token_ids)
                 self._outputs.append((request_id, choice.end))
-                continue
-            sequence = sequences[choice.output.choice]
-            self._choices[sequence.seq_id] = _OpenChoice(sequence, choice.output, opened)
+            elif choice.output.choice in sequences:
+                sequence = sequences[choice.output.choice]
+                self._choices[sequence.seq_id] = OpenChoice(sequence, choice.output, opened)
         if sequences:
             self._requests[request_id] = opened
             self._next_deadline_s = min(self._next_deadline_s, prepared.deadline_s)
         else:
-            self._outputs.append((request_id, GenerationEnd(_usage(opened))))
+            self._outputs.append((request_id, GenerationEnd(opened.usage())))
+
+    def _take_scored(self, scored: ScoredTokens, outputs: list[EngineOutput]) -> None:
+        """Turn log probabilities of a prompt into their event."""
+        choice = self._choices.get(scored.seq_id)
+        if choice is None:
+            return
+        if scored.error is not None:
+            self._fail_row(choice.owner, scored.error, outputs)
+            return
+        request_id = choice.owner.prepared.request.request_id
+        outputs.append((request_id, PromptLogprobs(scored.start, scored.logprobs)))
+
+    def _end_if_prompt_only(self, seq_id: int, outputs: list[EngineOutput]) -> None:
+        """End a request for no tokens once its prompt has run."""
+        choice = self._choices.get(seq_id)
+        if choice is None or choice.sequence.params.max_tokens > 0:
+            return
+        if choice.sequence.num_uncomputed_tokens > 0:
+            return
+        opened = choice.owner
+        request_id = opened.prepared.request.request_id
+        self._scheduler.finish(seq_id)
+        for each in opened.prepared.choices:
+            delta = TokenDelta(each.output.choice, (), "", (), FinishReason.LENGTH)
+            outputs.append((request_id, delta))
+        outputs.append((request_id, GenerationEnd(opened.usage())))
+        self._close(opened)
 
     def _take(self, sampled: SampledToken, outputs: list[EngineOutput]) -> None:
         """Turn one drawn token into its event and end what it ends."""
@@ -316,8 +336,7 @@ class Engine:
         opened = choice.owner
         request_id = opened.prepared.request.request_id
         if sampled.error is not None:
-            _logger.warning("request %s failed: a row could not be sampled", request_id)
-            self._fail(opened, SequenceFailedError(sampled.error), outputs)
+            self._fail_row(opened, sampled.error, outputs)
             return
         self._num_generated_tokens += 1
         delta = choice.output.advance(
@@ -330,7 +349,7 @@ class Engine:
         del self._choices[sampled.seq_id]
         opened.num_open_choices -= 1
         if opened.num_open_choices == 0:
-            outputs.append((request_id, GenerationEnd(_usage(opened))))
+            outputs.append((request_id, GenerationEnd(opened.usage())))
             self._close(opened)
 
     def _expire(self, now_s: float, outputs: list[EngineOutput]) -> None:
@@ -345,8 +364,14 @@ class Engine:
             (opened.prepared.deadline_s for opened in self._requests.values()), default=math.inf
         )
 
+    def _fail_row(self, opened: OpenRequest, reason: str, outputs: list[EngineOutput]) -> None:
+        """End a request because the logits of one of its rows are of no use."""
+        request_id = opened.prepared.request.request_id
+        _logger.warning("request %s failed: a row could not be sampled", request_id)
+        self._fail(opened, SequenceFailedError(reason), outputs)
+
     def _fail(
-        self, opened: _OpenRequest, error: ModelServiceError, outputs: list[EngineOutput]
+        self, opened: OpenRequest, error: ModelServiceError, outputs: list[EngineOutput]
     ) -> None:
         """End a request, all its choices with it, by an error."""
         request_id = opened.prepared.request.request_id
@@ -354,7 +379,7 @@ class Engine:
         self._close(opened)
         outputs.append((request_id, error))
 
-    def _close(self, opened: _OpenRequest) -> None:
+    def _close(self, opened: OpenRequest) -> None:
         """Forget a request whose sequences the scheduler has given up."""
         del self._requests[opened.prepared.request.request_id]
         for sequence in opened.sequences:
@@ -362,13 +387,3 @@ class Engine:
         self._is_blocked = False
         if not self._requests:
             self._next_deadline_s = math.inf
-
-
-def _usage(opened: _OpenRequest) -> Usage:
-    """Return the counts of a whole request; tokens of before it was resumed count too."""
-    return Usage(
-        num_prompt_tokens=len(opened.prepared.prompt_token_ids),
-        num_completion_tokens=opened.num_ended_tokens
-        + sum(len(sequence.output_token_ids) for sequence in opened.sequences),
-        num_cached_tokens=opened.sequences[0].num_cached_tokens if opened.sequences else 0,
-    )

@@ -17,7 +17,7 @@ from models.errors import (
     PromptTooLongError,
 )
 from models.requests import GenerationRequest, PrefixNamespace, Prompt, TokenDelta
-from sampling.params import SamplingParams, derive_seed
+from sampling.params import MAX_TOP_LOGPROBS, SamplingParams, derive_seed
 
 
 class TextFront(Protocol):
@@ -107,6 +107,12 @@ class PreparedRequest:
         timeout_s = self.request.timeout_s
         return math.inf if timeout_s is None else self.arrival_s + timeout_s
 
+    @property
+    def choices_to_run(self) -> tuple[PreparedChoice, ...]:
+        """The choices that have not ended; if no tokens are asked for, one stands for all."""
+        choices = tuple(choice for choice in self.choices if choice.end is None)
+        return choices if self.params.max_tokens > 0 else choices[:1]
+
 
 class Intake:
     """Checks and prepares requests. Immutable; safe on any thread."""
@@ -128,7 +134,9 @@ class Intake:
         """Check what needs no prompt and costs nothing: before anything is spent on a request.
 
         Raises:
-            InvalidRequestError: the time limit or the number of choices is out of range.
+            InvalidRequestError: the time limit, the number of choices or of alternatives for
+                prompt tokens is out of range, or log probabilities of the prompt are asked for
+                when a stream is resumed.
         """
         # "not more than 0" also refuses NaN, which would never expire.
         if request.timeout_s is not None and not request.timeout_s > 0:
@@ -136,6 +144,17 @@ class Intake:
         if not 1 <= request.num_choices <= self._limits.max_num_choices:
             raise InvalidRequestError(
                 "n", f"{request.num_choices} is not in [1, {self._limits.max_num_choices}]"
+            )
+        if request.num_prompt_logprobs is None:
+            return
+        if not 0 <= request.num_prompt_logprobs <= MAX_TOP_LOGPROBS:
+            raise InvalidRequestError(
+                "prompt_logprobs",
+                f"{request.num_prompt_logprobs} is not in [0, {MAX_TOP_LOGPROBS}]",
+            )
+        if request.emitted_token_ids:
+            raise InvalidRequestError(
+                "emitted_token_ids", "excludes log probabilities of the prompt"
             )
 
     def prepare(
@@ -154,7 +173,8 @@ class Intake:
             InvalidSamplingParamsError: a token id is outside of the vocabulary, or
                 ``min_tokens`` does not fit.
             PromptTooLongError: the prompt leaves no room for a token.
-            ContextLengthExceededError: an explicit ``max_tokens`` does not fit behind the prompt.
+            ContextLengthExceededError: an explicit ``max_tokens`` does not fit behind the prompt,
+                or the prompt does not fit by itself if no token is asked for.
         """
         self.check_fields(request)
         self._check_token_ids("prompt", prompt_token_ids)
@@ -194,14 +214,18 @@ class Intake:
     def _max_tokens(self, request: GenerationRequest, num_prompt_tokens: int) -> int:
         """Return the number of new tokens that is in force for each choice."""
         limit = self._max_sequence_len_tokens
+        if request.is_max_tokens_explicit and request.sampling.max_tokens == 0:
+            if request.num_prompt_logprobs is None and not request.is_prompt_reported:
+                raise InvalidRequestError("max_tokens", "must be at least 1")
+            if num_prompt_tokens > limit:
+                raise ContextLengthExceededError(num_prompt_tokens, 0, limit)
+            return 0
         if num_prompt_tokens >= limit:
             raise PromptTooLongError(num_prompt_tokens, limit)
         room = limit - num_prompt_tokens
         if not request.is_max_tokens_explicit:
             return min(self._limits.default_max_tokens, room)
         max_tokens = request.sampling.max_tokens
-        if max_tokens == 0:
-            raise InvalidRequestError("max_tokens", "must be at least 1")
         if max_tokens > room:
             raise ContextLengthExceededError(num_prompt_tokens, max_tokens, limit)
         return max_tokens

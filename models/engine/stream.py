@@ -16,10 +16,10 @@ from models.requests import Admission, GenerationEnd, GenerationEvent, TokenDelt
 class GatherPolicy:
     """When gathered events are handed over.
 
-    The admission and the first token go out at once, and so does whatever ends a choice or the
-    request. In between a list is due when the wait has passed since the last one or when it holds
-    ``max_tokens`` tokens. The wait counts from the last list, not from the first token of this
-    one: steps that are slower are never delayed.
+    The admission, what is told of the prompt and the first token go out at once, and so does
+    whatever ends a choice or the request. In between a list is due when the wait has passed since
+    the last one or when it holds ``max_tokens`` tokens. The wait counts from the last list, not
+    from the first token of this one: steps that are slower are never delayed.
 
     A list costs the same however many tokens it holds, and on the way to an HTTP client it costs
     a process hop or two. So the wait grows with the number of open streams, to keep all of them
@@ -47,8 +47,9 @@ class GatherPolicy:
 class EventStream:
     """Buffer between the step thread and the consumer of one request.
 
-    The buffer holds at most one delta per token that was drawn and not yet taken, so it is
-    bounded by ``max_tokens`` times the number of choices, however slow the consumer is.
+    The buffer holds at most one delta per token that was drawn and not yet taken, and one log
+    probability per prompt token, so it is bounded by the prompt and ``max_tokens`` times the
+    number of choices, however slow the consumer is.
 
     Owner: the consumer's event loop; the step thread reaches ``push`` through
     ``loop.call_soon_threadsafe`` and reads nothing but ``request_id`` and ``loop``.

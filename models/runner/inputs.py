@@ -39,7 +39,8 @@ def split_parts(
 ) -> Iterator[list[ScheduledSequence]]:
     """Cut a step into forward passes of at most ``max_rows`` rows; 0 is without limit.
 
-    A chunk that is cut keeps ``is_sampled`` on its last part only.
+    A chunk that is cut keeps ``is_sampled`` on its last part only; its ``scored_positions`` are
+    cut with it.
     """
     parts: list[ScheduledSequence] = []
     if not max_rows:
@@ -53,12 +54,17 @@ def split_parts(
         while done < len(sequence.token_ids):
             taken = sequence.token_ids[done : done + room]
             is_last = done + len(taken) == len(sequence.token_ids)
+            start = sequence.start + done
+            scored = sequence.scored_positions
             parts.append(
                 dataclasses.replace(
                     sequence,
                     token_ids=taken,
-                    start=sequence.start + done,
+                    start=start,
                     is_sampled=sequence.is_sampled and is_last,
+                    scored_positions=range(
+                        max(scored.start, start), min(scored.stop, start + len(taken))
+                    ),
                 )
             )
             done += len(taken)

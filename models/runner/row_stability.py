@@ -49,7 +49,7 @@ class RowPolicy:
 
 
 # Exactly these: a subclass may compute something else (the router of phimoe does).
-_LINEAR_CLASSES = (nn.Linear, TiledLinear, Conv1D, TiledConv1D)
+LINEAR_CLASSES = (nn.Linear, TiledLinear, Conv1D, TiledConv1D)
 
 
 def make_row_independent(model: nn.Module, *, dtype: torch.dtype, max_rows: int) -> RowPolicy:
@@ -182,7 +182,7 @@ def _product_with(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 def _linear_layers(model: nn.Module) -> Iterator[nn.Linear | Conv1D]:
     for module in model.modules():
-        if type(module) in _LINEAR_CLASSES:
+        if type(module) in LINEAR_CLASSES:
             yield module
 
 
@@ -190,7 +190,7 @@ def _foreign_weights(model: nn.Module) -> Iterator[Tensor]:
     """Yield matrices that are not the weight of a linear layer or an embedding, one per shape."""
     seen: set[tuple[object, ...]] = set()
     for module in model.modules():
-        if type(module) in _LINEAR_CLASSES or isinstance(module, nn.Embedding | Float32Head):
+        if type(module) in LINEAR_CLASSES or isinstance(module, nn.Embedding | Float32Head):
             continue
         for parameter in module.parameters(recurse=False):
             key = (*parameter.shape, parameter.dtype)

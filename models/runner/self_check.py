@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from models.attention.backend import own_attention
 from models.errors import ConfigError
 from models.kv_cache.store import KVCachePool
 from models.runner.packed_forward import PackedForward
@@ -130,11 +131,7 @@ def _run_chunked(
 
 @torch.inference_mode()
 def _own_forward(model: PreTrainedModel, prompt: list[int]) -> Tensor:
-    attached = model.config._attn_implementation
-    model.config._attn_implementation = "eager"
-    try:
+    with own_attention(model):
         tokens = torch.tensor([prompt], device=model.device)
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits[0]
         return logits.float()
-    finally:
-        model.config._attn_implementation = attached

@@ -16,6 +16,7 @@ from models.scheduling.step_plan import (
     JoiningSequence,
     SampledToken,
     ScheduledSequence,
+    ScoredTokens,
     StepPlan,
     StepResult,
 )
@@ -40,9 +41,10 @@ class _Group:
 
 @dataclasses.dataclass(slots=True)
 class _Draft:
-    """A plan in the making."""
+    """A plan in the making: what it may still take and what it has taken."""
 
     num_tokens_left: int
+    num_scored_left: int
     rows: list[ScheduledSequence] = dataclasses.field(default_factory=list)
     joining: list[JoiningSequence] = dataclasses.field(default_factory=list)
 
@@ -65,15 +67,31 @@ class Scheduler:
     Of n > 1 choices the first computes the prompt; its siblings are admitted afterwards, find all
     full blocks of it in the prefix index and compute the rest (at most a block) themselves.
 
+    A sequence that reports log probabilities of its prompt needs the logits of every position of
+    it: it takes no KV from the prefix index but for positions that were scored before a
+    preemption, and its siblings always wait for it. A step scores a limited number of positions,
+    oldest sequence first; a sequence for which none is left pauses and holds up nobody.
+
     Owner: step thread.
     Invariants: running and waiting sequences are each sorted by age and no waiting one is older
     than a running one; exactly the running ones hold blocks, and exactly they are known to the
     runner once it has been told who leaves.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, blocks: BlockManager, max_num_scored_positions: int
+    ) -> None:
+        """Start with nothing to run.
+
+        Args:
+            config: budgets of a step and of the queue.
+            blocks: ledger of the KV pool.
+            max_num_scored_positions: most positions of a step whose logits give log probabilities
+                of a prompt, at least 1. It bounds the memory of their logits.
+        """
         self._config = config
         self._blocks = blocks
+        self._max_num_scored_positions = max_num_scored_positions
         self._queue = WaitingQueue()
         # oldest first: whoever is admitted is younger than all that run
         self._running: dict[int, Sequence] = {}
@@ -135,7 +153,8 @@ class Scheduler:
         self._groups[first.request_id] = _Group(
             members={sequence.seq_id: sequence for sequence in sequences},
             namespace=namespace,
-            is_leader_needed=len(sequences) > 1 and has_full_block_to_share,
+            is_leader_needed=len(sequences) > 1
+            and (has_full_block_to_share or first.num_prompt_logprobs is not None),
         )
         for sequence in sequences:
             sequence.arrival_order = next(self._arrivals)
@@ -178,7 +197,7 @@ class Scheduler:
         """
         if self._plan_in_flight is not None:
             raise RuntimeError(f"step {self._plan_in_flight.step_id} has not been applied")
-        draft = _Draft(self._config.max_num_batched_tokens)
+        draft = _Draft(self._config.max_num_batched_tokens, self._max_num_scored_positions)
         self._plan_decodes(draft)
         self._plan_prefills(draft)
         # After a preemption nobody is admitted: the victim is next in turn, and it needs at least
@@ -201,22 +220,27 @@ class Scheduler:
         Appends the drawn tokens, advances ``num_computed_tokens`` and makes full blocks findable.
         A sequence that has ended since the plan is passed over. A token with an error is not
         appended: the sequence stays as it was before the step, marked ``has_failed``, until the
-        engine finishes it; its blocks are then not kept for others.
+        engine finishes it; its blocks are then not kept for others. So it is if its prompt could
+        not be scored.
         """
         plan = self._plan_in_flight
         if plan is None or plan.step_id != result.step_id:
             raise RuntimeError(f"step {result.step_id} is not in flight")
         self._plan_in_flight = None
-        remaining = iter(result.sampled)
+        remaining, remaining_scored = iter(result.sampled), iter(result.scored)
         for scheduled in plan.sequences:
-            sampled = None
+            sampled, scored = None, None
             if scheduled.is_sampled:
                 sampled = next(remaining, None)
                 if sampled is None or sampled.seq_id != scheduled.seq_id:
                     raise RuntimeError(f"sequence {scheduled.seq_id} drew no token")
+            if scheduled.scored_positions:
+                scored = next(remaining_scored, None)
+                if scored is None or scored.seq_id != scheduled.seq_id:
+                    raise RuntimeError(f"the prompt of sequence {scheduled.seq_id} was not scored")
             sequence = self._running.get(scheduled.seq_id)
             if sequence is not None:
-                self._apply_row(sequence, scheduled, sampled)
+                self._apply_row(sequence, scheduled, sampled, scored)
 
     def check_invariants(self) -> None:
         """Check queue, running set, groups and ledger against each other.
@@ -246,7 +270,9 @@ class Scheduler:
             raise RuntimeError("groups and sequences disagree")
 
     def _check_fits_pool(self, sequence: Sequence) -> None:
-        num_output_tokens = max(sequence.params.max_tokens, len(sequence.output_token_ids) + 1)
+        num_output_tokens = sequence.params.max_tokens
+        if num_output_tokens > 0:
+            num_output_tokens = max(num_output_tokens, len(sequence.output_token_ids) + 1)
         num_needed = self._blocks.num_blocks_for(sequence.num_prompt_tokens + num_output_tokens)
         if num_needed > self._blocks.num_blocks:
             raise OutOfBlocksError(num_needed, self._blocks.num_blocks)
@@ -279,8 +305,9 @@ class Scheduler:
             num_cached_tokens = self._blocks.try_allocate(
                 sequence.seq_id,
                 group.namespace,
-                sequence.token_ids,
-                sequence.num_tokens + 1,
+                # no more than these are looked for in the prefix index, and one that is computed
+                sequence.token_ids[: sequence.num_reusable_tokens + 1],
+                sequence.num_tokens + (sequence.params.max_tokens > 0),
                 num_blocks_to_spare=len(self._running),
             )
             if num_cached_tokens is None:
@@ -301,6 +328,7 @@ class Scheduler:
                     prompt_token_ids=sequence.prompt_token_ids,
                     output_token_ids=tuple(sequence.output_token_ids),
                     adapter=sequence.adapter,
+                    num_prompt_logprobs=sequence.num_prompt_logprobs,
                 )
             )
             self._schedule(draft, sequence)
@@ -309,14 +337,22 @@ class Scheduler:
         start = sequence.num_computed_tokens
         num_left = sequence.num_uncomputed_tokens
         num_scheduled = min(num_left, draft.num_tokens_left)
+        scored = sequence.unscored_positions
+        if len(scored) > draft.num_scored_left:
+            num_scheduled = min(num_scheduled, scored.start + draft.num_scored_left - start)
+            if num_scheduled == 0:
+                return
+        scored = range(scored.start, min(scored.stop, start + num_scheduled))
         draft.num_tokens_left -= num_scheduled
+        draft.num_scored_left -= len(scored)
         draft.rows.append(
             ScheduledSequence(
                 sequence.seq_id,
                 tuple(sequence.token_ids[start : start + num_scheduled]),
                 start,
                 self._blocks.block_table(sequence.seq_id),
-                num_scheduled == num_left,
+                is_sampled=num_scheduled == num_left and sequence.params.max_tokens > 0,
+                scored_positions=scored,
             )
         )
 
@@ -344,17 +380,21 @@ class Scheduler:
             group.leader_seq_id = None
 
     def _apply_row(
-        self, sequence: Sequence, scheduled: ScheduledSequence, sampled: SampledToken | None
+        self,
+        sequence: Sequence,
+        scheduled: ScheduledSequence,
+        sampled: SampledToken | None,
+        scored: ScoredTokens | None,
     ) -> None:
-        if sampled is not None and sampled.error is not None:
+        if any(each is not None and each.error is not None for each in (sampled, scored)):
             sequence.has_failed = True
             return
+        if scored is not None:
+            sequence.num_scored_positions = scheduled.scored_positions.stop
         num_computed_tokens = scheduled.start + len(scheduled.token_ids)
         sequence.num_computed_tokens = num_computed_tokens
         self._blocks.record_computed(sequence.seq_id, sequence.token_ids, num_computed_tokens)
-        if sampled is None:
-            return
-        sequence.append(sampled.token_id)
-        group = self._groups[sequence.request_id]
-        if group.is_leader_needed:
-            group.is_leader_needed = False
+        if sequence.num_uncomputed_tokens == 0:
+            self._groups[sequence.request_id].is_leader_needed = False
+        if sampled is not None:
+            sequence.append(sampled.token_id)

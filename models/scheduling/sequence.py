@@ -43,10 +43,14 @@ class Sequence:
         prompt_token_ids: the prompt, at least one token.
         output_token_ids: tokens drawn so far, oldest first. Those given at creation were emitted
             before (a stream resumed here); they are run again, never drawn again.
+        num_prompt_logprobs: None, or k >= 0 if this sequence is to report log probabilities of its
+            prompt; of a request's choices only the first may.
         token_ids: prompt and output in one list.
         num_computed_tokens: KV of positions [0, num_computed_tokens) is in its blocks.
         num_cached_tokens: prompt tokens that the prefix cache held when the sequence first ran;
             a later preemption does not change it.
+        num_scored_positions: the logits of positions [0, num_scored_positions) have given the log
+            probability of the prompt token behind them; a later preemption does not change it.
         arrival_order: age, lower is older; given by ``Scheduler.add_group``, -1 before.
         status: see SequenceStatus.
         has_failed: its last step gave no token but an error; the engine must finish it.
@@ -60,9 +64,11 @@ class Sequence:
     prompt_token_ids: tuple[int, ...]
     choice: int = 0
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
+    num_prompt_logprobs: int | None = None
     token_ids: list[int] = dataclasses.field(init=False, repr=False)
     num_computed_tokens: int = dataclasses.field(init=False, default=0)
     num_cached_tokens: int = dataclasses.field(init=False, default=0)
+    num_scored_positions: int = dataclasses.field(init=False, default=0)
     arrival_order: int = dataclasses.field(init=False, default=-1)
     status: SequenceStatus = dataclasses.field(init=False, default=SequenceStatus.WAITING)
     has_failed: bool = dataclasses.field(init=False, default=False)
@@ -91,6 +97,19 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens that have yet to be run before the next one can be drawn; 1 is a decode."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def unscored_positions(self) -> range:
+        """Positions whose logits are still to give the log probability of the token behind them."""
+        if self.num_prompt_logprobs is None:
+            return range(0)
+        return range(self.num_scored_positions, len(self.prompt_token_ids) - 1)
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Leading tokens whose KV may be taken from others: no logits are wanted of these."""
+        unscored = self.unscored_positions
+        return unscored.start if unscored else len(self.token_ids)
 
     def append(self, token_id: int) -> None:
         """Take a token that was drawn."""

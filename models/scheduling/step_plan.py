@@ -19,6 +19,8 @@ class JoiningSequence:
         prompt_token_ids: the prompt.
         output_token_ids: tokens that were drawn before (preemption, resume), oldest first.
         adapter: None for the base model.
+        num_prompt_logprobs: how many alternatives its ``scored_positions`` report, None if it
+            never has any.
     """
 
     seq_id: int
@@ -27,6 +29,7 @@ class JoiningSequence:
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]
     adapter: AdapterRef | None = None
+    num_prompt_logprobs: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ class ScheduledSequence:
         start: position of the first of them; KV of [0, start) is already in the blocks.
         block_ids: the block table, covering at least [0, start + len(token_ids)).
         is_sampled: whether the last token's logits draw the next token.
+        scored_positions: positions of this step whose logits give the log probability of the
+            prompt token behind them; within [start, end), never the prompt's last one.
     """
 
     seq_id: int
@@ -46,6 +51,7 @@ class ScheduledSequence:
     start: int
     block_ids: tuple[int, ...]
     is_sampled: bool
+    scored_positions: range = range(0)
 
     @property
     def end(self) -> int:
@@ -97,8 +103,32 @@ class SampledToken:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Log probabilities of prompt tokens that one sequence got in a step, or why it could not.
+
+    Attributes:
+        seq_id: which sequence.
+        start: position of the first token told here, the one behind the first scored position.
+        logprobs: one per scored position; empty if ``error`` is set.
+        error: text of the cause when this sequence alone failed.
+    """
+
+    seq_id: int
+    start: int
+    logprobs: tuple[TokenLogprob, ...]
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
-    """Outcome of a plan: one entry per scheduled sequence with ``is_sampled``, in plan order."""
+    """Outcome of a plan, in plan order.
+
+    Attributes:
+        step_id: of the plan.
+        sampled: one entry per scheduled sequence with ``is_sampled``.
+        scored: one entry per scheduled sequence with ``scored_positions``.
+    """
 
     step_id: int
     sampled: tuple[SampledToken, ...]
+    scored: tuple[ScoredTokens, ...] = ()

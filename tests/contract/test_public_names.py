@@ -24,6 +24,7 @@ BUILDER_ARGUMENTS = {
     "is_prefix_caching_enabled",
     "keepalive_s",
     "kv_budget_bytes",
+    "logits_processors",
     "max_body_bytes",
     "max_model_len_tokens",
     "max_num_batched_tokens",

@@ -51,6 +51,7 @@ def service(tmp_path_factory):
                 "max_num_seqs": 8,
                 "max_num_waiting": 8,
                 "num_threads": 1,
+                "logits_processors": ["tests.integration.faulty_processor:FaultyProcessor"],
             },
         ],
     }

@@ -17,9 +17,10 @@ pytestmark = pytest.mark.integration
 
 LIMIT_S = 300
 NUM_NEIGHBOURS = 31
-BYTES_PER_BLOCK = 23040 * 16
-# Fewer than half of what the crowd wants at its fullest.
-NUM_SCARCE_BLOCKS = 64
+# With blocks this small every few tokens need another one; a handful of requests fill the pool.
+SCARCE_BLOCK_TOKENS = 2
+SCARCE_BLOCK_BYTES = 23040 * SCARCE_BLOCK_TOKENS
+NUM_SCARCE_BLOCKS = 200
 REQUEST = {
     "model": BUNDLED_ID,
     "messages": [{"role": "user", "content": "What is the capital of France?"}],
@@ -139,8 +140,10 @@ def test_a_restarted_service_with_other_chunks_and_preemption_says_the_same(expe
     arguments = {
         "cache_folder": str(CACHE_FOLDER),
         "shutdown_grace_s": 2.0,
+        "max_num_seqs": 32,
         "max_num_batched_tokens": 40,
-        "kv_budget_bytes": BYTES_PER_BLOCK * (NUM_SCARCE_BLOCKS + 1),
+        "block_size_tokens": SCARCE_BLOCK_TOKENS,
+        "kv_budget_bytes": SCARCE_BLOCK_BYTES * (NUM_SCARCE_BLOCKS + 1),
     }
     with run_serving_process(arguments) as process:
         caller = Caller(process.url)

@@ -72,6 +72,10 @@ def logprob(token, value=-0.5, top=None):
     return record
 
 
+def prompt_logprobs(start, *logprobs):
+    return {"kind": "prompt_logprobs", "start": start, "logprobs": list(logprobs)}
+
+
 async def hello(call):
     """Answers every choice with "Hello world"."""
     yield [admission()]

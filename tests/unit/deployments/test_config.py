@@ -16,6 +16,7 @@ PARTS = {"model": ModelConfig, "kv_cache": KVCacheConfig, "scheduler": Scheduler
 CORE_FIELDS = [
     *((part, field.name) for part, kind in PARTS.items() for field in dataclasses.fields(kind)),
     ("", "default_max_tokens"),
+    ("", "logits_processors"),
 ]
 # a value for each that is not its default
 OTHER_VALUES = {
@@ -34,6 +35,7 @@ OTHER_VALUES = {
     "max_num_waiting": 6,
     "max_num_choices": 4,
     "default_max_tokens": 11,
+    "logits_processors": ("mine:One", "mine:Two"),
 }
 
 
@@ -70,6 +72,16 @@ def test_strings_of_a_command_line_become_numbers():
 
 
 @pytest.mark.parametrize(
+    ("text", "paths"),
+    [("a.b:C", ("a.b:C",)), ("a:B, c:D", ("a:B", "c:D")), ("", ())],
+)
+def test_a_command_line_names_processors_with_commas(text, paths):
+    config = ServiceConfig.model_validate({"logits_processors": text})
+
+    assert config.to_engine_config().logits_processors == paths
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         {"modle": "x"},
@@ -95,6 +107,9 @@ def test_what_cannot_be_meant_is_refused(arguments):
     ("arguments", "field"),
     [
         ({"dtype": "int3"}, "dtype"),
+        ({"logits_processors": ["mine.One"]}, "logits_processors"),
+        ({"logits_processors": [":One"]}, "logits_processors"),
+        ({"logits_processors": ["mine:"]}, "logits_processors"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"adapters": "/adapters"}, "adapters"),
         ({"models": [{"model_id": "a"}, {"model_id": "a"}]}, "model_id"),

@@ -312,6 +312,7 @@ async def test_null_is_the_same_as_absent_for_every_optional_field():
         *("user", "metadata", "peft", "tools", "tool_choice", "response_format", "cache_salt"),
         *("repetition_penalty", "frequency_penalty", "presence_penalty", "ignore_eos"),
         *("min_tokens", "stop_token_ids", "loglikelihood", "log_prompt", "timeout_s"),
+        *("typical_p", "allowed_token_ids", "bad_words", "best_of", "prompt_logprobs", "echo"),
     ]
 
     response, with_nulls = await post(CHAT, chat_body(**dict.fromkeys(fields)))

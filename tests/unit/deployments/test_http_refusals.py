@@ -9,7 +9,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
 from models.errors import (
-    AdapterLoadError,
+    AdapterLoadFailedError,
     ChatTemplateError,
     ContextLengthExceededError,
     DeadlineExceededError,
@@ -139,10 +139,31 @@ async def test_a_body_that_is_no_json_object_is_a_400(content, word):
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"guided_json": {}}, "guided_json"),
         ({"chat_template": "{{ messages }}"}, "chat_template"),
-        ({"loglikelihood": True}, "loglikelihood"),
+        ({"echo": True}, "echo"),
+        ({"loglikelihood": 1}, "loglikelihood"),
+        ({"loglikelihood": True, "stream": True}, "loglikelihood"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs"),
-        ({"best_of": 2}, "best_of"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 0}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"best_of": True}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"typical_p": 0}, "typical_p"),
+        ({"typical_p": 1.1}, "typical_p"),
+        ({"typical_p": True}, "typical_p"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids.0"),
+        ({"allowed_token_ids": [True]}, "allowed_token_ids.0"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids"),
+        ({"bad_words": "no"}, "bad_words"),
+        ({"bad_words": [""]}, "bad_words.0"),
+        ({"bad_words": [5]}, "bad_words.0"),
+        ({"bad_words": ["x"] * 129}, "bad_words"),
+        ({"bad_words": ["x" * 257]}, "bad_words.0"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids"),
         ({"peft": 3}, "peft"),
         ({"model": None}, "model"),
         ({"model": 3}, "model"),
@@ -169,11 +190,20 @@ async def test_a_bad_field_of_a_chat_is_a_400_that_names_it(fields, param):
         ({"prompt": ["a"] * 65, "n": 2}, "prompt"),
         ({"prompt": ["a"] * 129}, "prompt"),
         ({"prompt": None}, "prompt"),
-        ({"logprobs": 21}, "logprobs"),
+        ({"prompt": ["a"] * 65, "best_of": 2}, "prompt"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"echo": True}, "echo"),
+        ({"echo": 1}, "echo"),
+        ({"echo": True, "logprobs": 0, "stream": True}, "echo"),
+        ({"echo": True, "logprobs": 0, "loglikelihood": True}, "loglikelihood"),
+        ({"loglikelihood": True, "stream": True}, "loglikelihood"),
+        ({"prompt_logprobs": 3, "stream": True}, "prompt_logprobs"),
         ({"suffix": "x"}, "suffix"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "loglikelihood": True}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens"),
     ],
 )
 async def test_a_bad_field_of_a_completion_is_a_400_that_names_it(fields, param):
@@ -278,7 +308,7 @@ async def test_repeats_that_cannot_help_are_discouraged():
 
 
 async def test_an_error_knows_when_a_repeat_may_help():
-    error = AdapterLoadError("a", "broken file", 29.2)
+    error = AdapterLoadFailedError("a", "broken file", 29.2)
 
     response, _ = await send("POST", CHAT, refuse_with(error), json=chat_body())
 

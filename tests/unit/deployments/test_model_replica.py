@@ -13,7 +13,7 @@ from models.config import EngineConfig
 from models.engine.async_engine import AsyncEngine
 from models.errors import DeadlineExceededError, EngineDeadError, InvalidRequestError
 from sampling.errors import InvalidSamplingParamsError
-from tests.unit.models.engine.fakes import ByteText, GatedRunner, make_engine
+from tests.unit.models.engine.fakes import ByteText, EchoRunner, GatedRunner, make_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -47,7 +47,7 @@ async def make_replica(monkeypatch):
     yield make
 
     for replica, runner in opened:
-        if runner is not None:
+        if isinstance(runner, GatedRunner):
             runner.permit(10_000)
         if (stopping := replica.__del__()) is not None:
             await stopping
@@ -64,8 +64,11 @@ def make_call(text="abc", **fields):
         "stop": [],
         "is_stop_included": False,
         "is_special_token_skipped": True,
+        "bad_words": [],
         "cache_salt": None,
         "timeout_s": None,
+        "num_prompt_logprobs": None,
+        "is_prompt_reported": False,
         **fields,
     }
 
@@ -106,6 +109,54 @@ async def test_log_probabilities_are_spelled(make_replica):
     ]
     assert logprobs
     assert all(logprob["token"] == f"<{logprob['token_id']}>" for logprob in logprobs)
+
+
+async def test_a_prompt_is_reported_and_scored_before_any_text(make_replica):
+    runner = EchoRunner()
+    call = make_call(
+        "né",
+        sampling={"temperature": 0.0, "max_tokens": 0},
+        is_max_tokens_explicit=True,
+        num_choices=2,
+        num_prompt_logprobs=1,
+        is_prompt_reported=True,
+    )
+
+    first, *rest = await read(make_replica(runner), call)
+
+    (admission,) = first
+    records = [record for message in rest for record in message]
+    scored = [record for record in records if record["kind"] == "prompt_logprobs"]
+    logprobs = [logprob for record in scored for logprob in record["logprobs"]]
+    assert admission["prompt_text"] == "né"
+    assert admission["first_prompt_token"] == "<110>"
+    assert scored[0]["start"] == 1
+    assert [logprob["token"] for logprob in logprobs] == ["<195>", "<169>"]
+    assert [len(logprob["top"]) for logprob in logprobs] == [1, 1]
+    assert [record["kind"] for record in records[len(scored) :]] == ["delta", "delta", "end"]
+
+
+async def test_bad_words_reach_the_engine_as_tokens_with_and_without_a_space(make_replica):
+    runner = EchoRunner()
+
+    await read(make_replica(runner), make_call(bad_words=["no", " no", "x"]))
+
+    (joining,) = runner.joined
+    # a byte each: what ends with another one is banned with that
+    assert joining.sampling.bad_words_token_ids == (tuple(b"no"), tuple(b"x"))
+
+
+async def test_a_bad_word_that_makes_no_token_is_refused_by_name(make_replica):
+    class Silent(Spelling):
+        def encode(self, prompt):
+            if "\u200b" in prompt.text:
+                raise InvalidRequestError("prompt", "must have at least one token")
+            return super().encode(prompt)
+
+    with pytest.raises(InvalidRequestError) as caught:
+        await read(make_replica(text=Silent()), make_call(bad_words=["\u200b"]))
+
+    assert caught.value.param == "bad_words"
 
 
 @pytest.mark.parametrize(

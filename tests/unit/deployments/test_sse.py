@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deployments.answer_form import AnswerForm, LogprobScope
 from deployments.responses import ReplyHead, make_reply
 from deployments.sse import EventEncoder, frame
 from tests.unit.deployments.fakes import logprob
@@ -18,18 +19,18 @@ texts = st.text(alphabet=st.characters(exclude_categories=["Cs"]))
 
 
 def make_pair(**options):
-    arguments = {"is_chat": True, "has_logprobs": False, "has_usage": False, **options}
-    return make_reply(HEAD, **arguments), EventEncoder(make_reply(HEAD, **arguments))
+    form = AnswerForm(**{"is_chat": True, "num_top_logprobs": 1, **options})
+    return make_reply(HEAD, form), EventEncoder(make_reply(HEAD, form))
 
 
 @given(
     pieces=st.lists(st.tuples(st.integers(0, 3), texts), min_size=1, max_size=6),
     is_chat=st.booleans(),
-    has_logprobs=st.booleans(),
+    logprobs=st.sampled_from([LogprobScope.NONE, LogprobScope.OUTPUT]),
     has_usage=st.booleans(),
 )
-def test_encoded_pieces_equal_the_encoded_objects(pieces, is_chat, has_logprobs, has_usage):
-    reply, encoder = make_pair(is_chat=is_chat, has_logprobs=has_logprobs, has_usage=has_usage)
+def test_encoded_pieces_equal_the_encoded_objects(pieces, is_chat, logprobs, has_usage):
+    reply, encoder = make_pair(is_chat=is_chat, logprobs=logprobs, has_stream_usage=has_usage)
 
     for choice, text in pieces:
         encoded = encoder.delta(choice, text, [])
@@ -50,7 +51,7 @@ def test_an_event_is_one_line_whatever_the_text(text):
 
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_pieces_with_log_probabilities_equal_the_encoded_objects(is_chat):
-    reply, encoder = make_pair(is_chat=is_chat, has_logprobs=True)
+    reply, encoder = make_pair(is_chat=is_chat, logprobs=LogprobScope.OUTPUT)
 
     for token in ("a", "é", "b"):
         records = [logprob(token, top=[(token, -0.5)])]
@@ -59,7 +60,7 @@ def test_pieces_with_log_probabilities_equal_the_encoded_objects(is_chat):
 
 
 def test_every_other_event_equals_the_encoded_object():
-    reply, encoder = make_pair(has_usage=True)
+    reply, encoder = make_pair(has_stream_usage=True)
     usage = {"num_prompt_tokens": 3, "num_completion_tokens": 4, "num_cached_tokens": 1}
 
     assert encoder.opening(1) == frame(orjson.dumps(reply.opening(1)))

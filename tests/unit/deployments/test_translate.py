@@ -2,6 +2,7 @@
 
 import pytest
 
+from deployments.answer_form import LogprobScope
 from deployments.calls import to_generation_request
 from deployments.translate import make_chat_job, make_completion_job
 from deployments.wire import parse_chat_request, parse_completion_request
@@ -46,6 +47,8 @@ def test_every_sampling_field_reaches_the_engine():
         top_p=0.9,
         top_k=40,
         min_p=0.05,
+        typical_p=0.7,
+        allowed_token_ids=[9, 7, 5],
         repetition_penalty=1.1,
         frequency_penalty=0.2,
         presence_penalty=-0.3,
@@ -63,6 +66,8 @@ def test_every_sampling_field_reaches_the_engine():
         top_p=0.9,
         top_k=40,
         min_p=0.05,
+        typical_p=0.7,
+        allowed_token_ids=(9, 7, 5),
         repetition_penalty=1.1,
         frequency_penalty=0.2,
         presence_penalty=-0.3,
@@ -132,7 +137,7 @@ def test_each_prompt_of_a_completion_is_a_call():
 
     prompts = [to_generation_request(call).prompt for call in job.calls]
     assert prompts == [TextPrompt(text="text"), TokenPrompt(token_ids=(1, 2))]
-    assert job.num_choices == 2
+    assert job.form.num_choices == 2
     assert len({call["request_id"] for call in job.calls}) == 2
 
 
@@ -180,12 +185,75 @@ def test_log_probabilities_of_a_chat_are_a_switch_and_a_number(fields, expected)
     job = chat_job(**fields)
 
     assert to_generation_request(job.calls[0]).sampling.num_top_logprobs == expected
-    assert job.has_logprobs == (expected is not None)
+    assert job.form.logprobs is (LogprobScope.NONE if expected is None else LogprobScope.OUTPUT)
+    assert job.form.num_top_logprobs == (expected or 0)
 
 
 def test_log_probabilities_of_a_completion_are_a_number():
-    assert completion_job(logprobs=0).has_logprobs
-    assert not completion_job().has_logprobs
+    assert completion_job(logprobs=0).form.logprobs is LogprobScope.OUTPUT
+    assert completion_job().form.logprobs is LogprobScope.NONE
+
+
+@pytest.mark.parametrize(
+    ("fields", "scope", "num_output", "num_prompt", "is_prompt_reported"),
+    [
+        ({}, LogprobScope.NONE, None, None, False),
+        ({"logprobs": 2}, LogprobScope.OUTPUT, 2, None, False),
+        ({"echo": True}, LogprobScope.NONE, None, None, True),
+        ({"echo": True, "logprobs": 0}, LogprobScope.ALL, 0, 0, True),
+        ({"echo": True, "logprobs": 3}, LogprobScope.ALL, 3, 3, True),
+        ({"loglikelihood": True}, LogprobScope.PROMPT, None, 0, True),
+        ({"loglikelihood": True, "logprobs": 1}, LogprobScope.PROMPT, None, 1, True),
+        ({"loglikelihood": True, "echo": True}, LogprobScope.PROMPT, None, 0, True),
+        ({"prompt_logprobs": 0}, LogprobScope.NONE, None, 0, False),
+        ({"prompt_logprobs": 7, "logprobs": 2}, LogprobScope.OUTPUT, 2, 7, False),
+        ({"prompt_logprobs": 2, "echo": True, "logprobs": 4}, LogprobScope.ALL, 4, 4, True),
+        ({"best_of": 3}, LogprobScope.NONE, 0, None, False),
+        ({"best_of": 3, "logprobs": 2}, LogprobScope.OUTPUT, 2, None, False),
+        ({"best_of": 3, "loglikelihood": True, "logprobs": 2}, LogprobScope.PROMPT, 0, 2, True),
+        ({"best_of": 1}, LogprobScope.NONE, None, None, False),
+    ],
+)
+def test_the_engine_reports_no_more_than_the_answer_tells(
+    fields, scope, num_output, num_prompt, is_prompt_reported
+):
+    job = completion_job(**fields)
+
+    request = to_generation_request(job.calls[0])
+    assert job.form.logprobs is scope
+    assert request.sampling.num_top_logprobs == num_output
+    assert request.num_prompt_logprobs == num_prompt
+    assert request.is_prompt_reported == is_prompt_reported
+
+
+def test_a_chat_that_is_scored_needs_no_text_of_its_prompt():
+    request = engine_request(loglikelihood=True, logprobs=True, top_logprobs=6)
+
+    assert request.num_prompt_logprobs == 6
+    assert not request.is_prompt_reported
+
+
+def test_more_choices_are_made_than_told_if_the_best_are_wanted():
+    job = completion_job(n=2, best_of=5)
+
+    assert to_generation_request(job.calls[0]).num_choices == 5
+    assert (job.form.num_candidates, job.form.num_choices) == (5, 2)
+
+
+def test_bad_words_go_as_texts_and_arrive_as_tokens():
+    (call,) = chat_job(bad_words=["no", " never"]).calls
+
+    request = to_generation_request(call, bad_words_token_ids=[(1,), (2, 3)])
+
+    assert call["bad_words"] == ["no", " never"]
+    assert request.sampling.bad_words_token_ids == ((1,), (2, 3))
+
+
+def test_an_echo_may_come_without_a_new_token():
+    request = to_generation_request(completion_job(echo=True, max_tokens=0).calls[0])
+
+    assert request.sampling.max_tokens == 0
+    assert request.is_max_tokens_explicit
 
 
 def test_the_job_knows_how_to_answer():
@@ -193,7 +261,7 @@ def test_the_job_knows_how_to_answer():
 
     assert job.response_id == "chatcmpl-key"
     assert job.model_id == MODEL_ID
-    assert (job.is_chat, job.is_stream, job.has_stream_usage) == (True, True, True)
+    assert (job.form.is_chat, job.is_stream, job.form.has_stream_usage) == (True, True, True)
     assert job.prompt_param == "messages"
     assert job.ignored_fields == ("frobnicate",)
     assert completion_job().response_id == "cmpl-key"

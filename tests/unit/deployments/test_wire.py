@@ -24,7 +24,7 @@ json_values = st.recursive(
     max_leaves=8,
 )
 all_fields = sorted(
-    {*ChatRequest.model_fields, *CompletionRequest.model_fields, "tools", "peft", "best_of", "x"}
+    {*ChatRequest.model_fields, *CompletionRequest.model_fields, "tools", "peft", "x"}
 )
 
 
@@ -123,8 +123,17 @@ def test_the_name_of_an_adapter_is_cut_in_its_error():
     assert len(str(caught.value)) < 400
 
 
-def test_best_of_may_equal_n():
-    assert parse_chat_request(chat_body(n=3, best_of=3)).n == 3
+def test_best_of_may_equal_n_also_in_a_stream():
+    assert parse_chat_request(chat_body(n=3, best_of=3, stream=True)).num_candidates == 3
+
+
+def test_an_echo_without_log_probabilities_may_be_streamed():
+    assert parse_completion_request(completion_body(echo=True, stream=True)).is_prompt_echoed
+
+
+@pytest.mark.parametrize("field", ["bad_words", "allowed_token_ids"])
+def test_an_empty_list_asks_for_nothing(field):
+    assert parse_chat_request(chat_body(**{field: []})).ignored_fields == ()
 
 
 def test_many_wrong_messages_cost_no_more_than_one():

@@ -18,7 +18,7 @@ from models.requests import (
     TokenPrompt,
 )
 from models.scheduling.scheduler import Scheduler
-from models.scheduling.step_plan import SampledToken, StepResult
+from models.scheduling.step_plan import SampledToken, ScoredTokens, StepResult
 from sampling.errors import SamplingError
 from sampling.params import SamplingParams
 from tests.fakes import FakeClock
@@ -82,7 +82,7 @@ class EchoRunner:
     Checks on the way that every plan feeds each sequence exactly the tokens it has.
 
     ``fail_at``: (step number, error) raised by ``execute``.
-    ``broken_tokens``: a row that would draw one of these fails alone.
+    ``broken_tokens``: a row that would draw one of these fails alone, and one that scores it.
     """
 
     def __init__(self, fail_at=None, broken_tokens=()):
@@ -107,6 +107,7 @@ class EchoRunner:
         return StepResult(
             plan.step_id,
             tuple(self._draw(s) for s in plan.sequences if self._run(s) and s.is_sampled),
+            tuple(self._score(s) for s in plan.sequences if s.scored_positions),
         )
 
     def script(self, joining):
@@ -117,8 +118,21 @@ class EchoRunner:
         joining, outputs = self._rows[scheduled.seq_id]
         tokens = (*joining.prompt_token_ids, *outputs)
         assert scheduled.token_ids == tokens[scheduled.start : scheduled.end]
-        assert scheduled.is_sampled == (scheduled.end == len(tokens))
+        is_sampled = scheduled.end == len(tokens) and joining.sampling.max_tokens > 0
+        assert scheduled.is_sampled == is_sampled
         return True
+
+    def _score(self, scheduled):
+        joining, _ = self._rows[scheduled.seq_id]
+        at = scheduled.scored_positions
+        tokens = joining.prompt_token_ids[at.start + 1 : at.stop + 1]
+        if any(token_id in self._broken_tokens for token_id in tokens):
+            return ScoredTokens(scheduled.seq_id, at.start + 1, (), error="logits are not numbers")
+        return ScoredTokens(
+            scheduled.seq_id,
+            at.start + 1,
+            tuple(known_logprob(joining, at.start + 1 + i) for i in range(len(tokens))),
+        )
 
     def _draw(self, scheduled):
         joining, outputs = self._rows[scheduled.seq_id]
@@ -131,6 +145,13 @@ class EchoRunner:
         if joining.sampling.num_top_logprobs is not None:
             logprob = TokenLogprob(token_id, -float(len(outputs)))
         return SampledToken(scheduled.seq_id, token_id, logprob)
+
+
+def known_logprob(joining, position):
+    """What EchoRunner says of the prompt token at a position."""
+    token_id = joining.prompt_token_ids[position]
+    top = ((token_id, -0.5),) * joining.num_prompt_logprobs
+    return TokenLogprob(token_id, -float(position), top, rank=1)
 
 
 class SeedRunner(EchoRunner):
@@ -166,6 +187,7 @@ def make_engine(
     max_model_len_tokens=512,
     default_max_tokens=64,
     clock=None,
+    max_num_scored_positions=1000,
     **scheduler_fields,
 ):
     blocks = BlockManager(num_blocks, block_size_tokens)
@@ -181,7 +203,7 @@ def make_engine(
         max_num_choices=config.max_num_choices,
     )
     return Engine(
-        Scheduler(config, blocks),
+        Scheduler(config, blocks, max_num_scored_positions),
         blocks,
         runner or EchoRunner(),
         text or ByteText(),

@@ -17,6 +17,7 @@ from models.engine.build import (
     available_memory_bytes,
     build_engine,
     describe_numerics,
+    plan_num_scored_positions,
     plan_num_threads,
     resolve_model_path,
 )
@@ -26,11 +27,13 @@ from models.requests import (
     FinishReason,
     GenerationEnd,
     GenerationRequest,
+    PromptLogprobs,
     TextPrompt,
     TokenDelta,
 )
 from models.runner.row_stability import RowPolicy
 from sampling.params import SamplingParams
+from tests.harness import make_parts
 from tests.tiny_models import FAMILIES, greedy_reference, make_model
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
@@ -131,6 +134,23 @@ async def test_the_admission_names_the_arithmetic(folder, tmp_path):
     events = await answer(engine, request("a"))
 
     assert events[0].numerics.endswith("/float32")
+
+
+@pytest.mark.anyio
+async def test_a_processor_that_the_configuration_names_is_run(folder, tmp_path):
+    path = "tests.unit.sampling.example_processors:OnlyEvenTokens"
+    config = dataclasses.replace(config_for(folder), logits_processors=(path,))
+    engine = build_engine(config, cache_folder=tmp_path, progress=lambda _: None)
+
+    events = await answer(engine, dataclasses.replace(request("the sea"), seed=2))
+
+    token_ids = [token for event in events[1:-1] for token in event.token_ids]
+    without = greedy_reference(
+        make_model(FAMILIES[0]), make_tokenizer()("the sea")["input_ids"], 12
+    )
+    assert len(token_ids) == 12
+    assert all(token_id % 2 == 0 for token_id in token_ids)
+    assert any(token_id % 2 for token_id in without)
 
 
 def test_progress_tells_of_loading_of_the_check_and_of_the_cache(folder, tmp_path):
@@ -305,6 +325,25 @@ def test_without_one_every_core_that_may_be_used_counts(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 5})
 
     assert plan_num_threads(ModelConfig()) == 3
+
+
+def test_the_budget_of_prompt_log_probabilities_is_counted_in_rows_of_float32():
+    assert plan_num_scored_positions(64 << 20, 49_152) == 341
+    assert plan_num_scored_positions(4 * 199, 199) == 1
+    assert plan_num_scored_positions(1, 150_000) == 1
+
+
+@pytest.mark.parametrize(("max_num_scored_positions", "num_stretches"), [(1000, 1), (2, 3)])
+def test_the_budget_limits_what_one_step_tells_of_a_prompt(max_num_scored_positions, num_stretches):
+    model = make_model(FAMILIES[0])
+    engine = make_parts(model, max_num_scored_positions=max_num_scored_positions).engine
+    engine.add(dataclasses.replace(request(""), num_prompt_logprobs=0), (1, 2, 3, 4, 5, 6, 7))
+
+    events = []
+    while engine.has_work:
+        events += [event for _, event in engine.step()]
+
+    assert sum(isinstance(event, PromptLogprobs) for event in events) == num_stretches
 
 
 LOADED = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")), dtype=torch.bfloat16)

@@ -229,6 +229,26 @@ def test_only_the_last_part_of_a_cut_chunk_is_sampled():
     assert [(part.start, part.end) for (part,) in forwards] == [(4, 12), (12, 20), (20, 24)]
 
 
+@settings(deadline=None)
+@given(
+    start=st.integers(0, 9),
+    count=st.integers(1, 40),
+    begin=st.integers(0, 50),
+    num_scored=st.integers(0, 50),
+    max_rows=st.integers(1, 50),
+)
+def test_scored_positions_are_cut_with_their_chunk(start, count, begin, num_scored, max_rows):
+    end = start + count
+    scored = range(min(start + begin, end), min(start + begin + num_scored, end))
+    (part,) = make_parts([(start, count)], 4)
+
+    forwards = split([dataclasses.replace(part, scored_positions=scored)], max_rows)
+
+    cut = [each for (each,) in forwards]
+    assert [at for each in cut for at in each.scored_positions] == list(scored)
+    assert all(each.start <= at < each.end for each in cut for at in each.scored_positions)
+
+
 def test_a_chunk_that_ends_at_the_limit_is_not_cut():
     parts = make_parts([(0, 3), (0, 5), (0, 8), (2, 1)], 4)
 

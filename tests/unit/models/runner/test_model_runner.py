@@ -37,10 +37,16 @@ class Driver:
         self.runner = ModelRunner(forward, Sampler(VOCABULARY_SIZE, frozenset()))
         self.tokens = {}
         self.num_computed = {}
+        # seq_id -> the prompt's last position, which is not scored
+        self.scoring = {}
+        # what the last step told of prompts
+        self.scored = ()
         self._step_ids = itertools.count()
 
     def step(self, *, join=None, leave=(), run=(), chunk=1000, table=None):
         """Run the next tokens of some sequences; return what they drew.
+
+        Whoever joined with ``num_prompt_logprobs`` scores its prompt; see ``scored``.
 
         Args:
             join: prompts or JoiningSequence by seq_id.
@@ -56,6 +62,8 @@ class Driver:
             joining.append(prompt)
             self.tokens[seq_id] = [*prompt.prompt_token_ids, *prompt.output_token_ids]
             self.num_computed[seq_id] = 0
+            if prompt.num_prompt_logprobs is not None:
+                self.scoring[seq_id] = len(prompt.prompt_token_ids) - 1
         scheduled = []
         for seq_id in run:
             start = self.num_computed[seq_id]
@@ -63,13 +71,17 @@ class Driver:
             first_block = TABLE_BLOCKS * (table or {}).get(seq_id, seq_id)
             blocks = tuple(range(first_block, first_block + TABLE_BLOCKS))
             is_last = start + len(taken) == len(self.tokens[seq_id])
-            scheduled.append(ScheduledSequence(seq_id, taken, start, blocks, is_last))
+            scored = range(start, min(start + len(taken), self.scoring.get(seq_id, 0)))
+            scheduled.append(ScheduledSequence(seq_id, taken, start, blocks, is_last, scored))
             self.num_computed[seq_id] += len(taken)
         plan = StepPlan(next(self._step_ids), tuple(scheduled), tuple(joining), tuple(leave))
         result = self.runner.execute(plan)
         assert result.step_id == plan.step_id
         wanted = [part.seq_id for part in scheduled if part.is_sampled]
         assert [token.seq_id for token in result.sampled] == wanted
+        wanted = [(part.seq_id, part.start + 1) for part in scheduled if part.scored_positions]
+        assert [(each.seq_id, each.start) for each in result.scored] == wanted
+        self.scored = result.scored
         for token in result.sampled:
             if token.error is None:
                 self.tokens[token.seq_id].append(token.token_id)
@@ -84,8 +96,18 @@ class Driver:
         return self.tokens[seq_id][len(prompt) :]
 
 
-def joining_sequence(seq_id, prompt, *, sampling=GREEDY, seed=0, output=()):
-    return JoiningSequence(seq_id, sampling, seed, tuple(prompt), tuple(output))
+def joining_sequence(seq_id, prompt, *, sampling=GREEDY, seed=0, output=(), num_top=None):
+    return JoiningSequence(
+        seq_id, sampling, seed, tuple(prompt), tuple(output), num_prompt_logprobs=num_top
+    )
+
+
+@torch.inference_mode()
+def reference_logprobs(prompt):
+    """Return what transformers' own forward pass says of every prompt token but the first."""
+    logits = make_model(FAMILIES[0])(torch.tensor([list(prompt)])).logits[0]
+    rows = logits.float().log_softmax(dim=1)
+    return [float(rows[at, token]) for at, token in enumerate(prompt[1:])], rows
 
 
 def test_a_sequence_draws_what_generate_draws():
@@ -145,6 +167,103 @@ def test_log_probabilities_come_only_to_those_who_asked():
     assert silent.token_id == told.token_id == told.logprob.token_id
     assert told.logprob.top[0] == (told.token_id, told.logprob.logprob)
     assert len(told.logprob.top) == 3
+
+
+def test_prompt_tokens_get_the_log_probabilities_of_a_forward_pass_and_the_rest_draws_the_same():
+    driver = Driver()
+    join = {
+        0: joining_sequence(0, PROMPT, num_top=3),
+        1: NEIGHBOUR,
+        2: joining_sequence(2, NEIGHBOUR, num_top=0),
+    }
+
+    drawn = driver.step(join=join, run=[1, 0, 2])
+
+    expected = [reference(prompt, 1)[0] for prompt in (NEIGHBOUR, PROMPT, NEIGHBOUR)]
+    assert [token.token_id for token in drawn] == expected
+    for told, prompt, num_top in zip(driver.scored, (PROMPT, NEIGHBOUR), (3, 0), strict=True):
+        logprobs, rows = reference_logprobs(prompt)
+        assert tuple(each.token_id for each in told.logprobs) == prompt[1:]
+        assert [each.logprob for each in told.logprobs] == pytest.approx(logprobs, abs=1e-4)
+        for row, each in zip(rows, told.logprobs, strict=False):
+            assert each.rank == 1 + int((row > row[each.token_id]).sum())
+            assert [token_id for token_id, _ in each.top] == row.topk(num_top).indices.tolist()
+
+
+def test_the_token_behind_a_chunk_is_told_with_it():
+    driver = Driver()
+    whole = Driver()
+    whole.step(join={0: joining_sequence(0, PROMPT, num_top=1)}, run=[0])
+
+    driver.step(join={0: joining_sequence(0, PROMPT, num_top=1)}, run=[0], chunk=4)
+    (first,) = driver.scored
+    driver.step(run=[0], chunk=4)
+    (second,) = driver.scored
+
+    assert [each.token_id for each in first.logprobs] == list(PROMPT[1:5])
+    told = (*first.logprobs, *second.logprobs)
+    assert [each.logprob for each in told] == pytest.approx(
+        [each.logprob for each in whole.scored[0].logprobs], abs=1e-5
+    )
+    assert second.start == 5
+
+
+@pytest.mark.parametrize("max_forward_rows", [1, 3, 8])
+def test_a_step_cut_into_forward_passes_tells_the_same_of_prompts(max_forward_rows):
+    told = []
+    for driver in (Driver(), Driver(max_forward_rows=max_forward_rows)):
+        driver.step(
+            join={
+                0: joining_sequence(0, PROMPT * 2, num_top=2),
+                1: NEIGHBOUR,
+                2: joining_sequence(2, PROMPT, num_top=0),
+            },
+            run=[0, 1, 2],
+        )
+        told.append(driver.scored)
+
+    for whole, cut in zip(*told, strict=True):
+        assert (whole.seq_id, whole.start, len(whole.logprobs)) == (
+            cut.seq_id,
+            cut.start,
+            len(cut.logprobs),
+        )
+        assert [each.logprob for each in cut.logprobs] == pytest.approx(
+            [each.logprob for each in whole.logprobs], abs=1e-5
+        )
+        assert [each.rank for each in cut.logprobs] == [each.rank for each in whole.logprobs]
+
+
+def test_a_prompt_that_is_not_a_number_fails_alone():
+    driver = Driver()
+    driver.model.get_input_embeddings().weight.data[POISON] = float("nan")
+    poisoned = (*PROMPT[:3], POISON, *PROMPT[3:])
+    join = {
+        0: joining_sequence(0, poisoned, num_top=1),
+        1: joining_sequence(1, NEIGHBOUR, num_top=1),
+    }
+
+    driver.step(join=join, run=[0, 1])
+
+    failed, neighbour = driver.scored
+    assert failed.logprobs == ()
+    assert "not numbers" in failed.error
+    assert neighbour.error is None
+    expected, _ = reference_logprobs(NEIGHBOUR)
+    assert [each.logprob for each in neighbour.logprobs] == pytest.approx(expected, abs=1e-4)
+
+
+def test_only_the_wanted_rows_have_logits_computed():
+    driver = Driver()
+    heights = []
+    driver.model.get_output_embeddings().register_forward_hook(
+        lambda module, args, output: heights.append(output.shape[-2])
+    )
+
+    driver.step(join={0: joining_sequence(0, PROMPT * 4, num_top=1), 1: PROMPT * 4}, run=[0, 1])
+
+    # 27 scored and 2 sampled of 56, padded to a multiple of 8
+    assert heights == [32]
 
 
 def test_a_row_that_is_not_a_number_fails_alone():

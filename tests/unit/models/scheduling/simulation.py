@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from models.config import SchedulerConfig
 from models.kv_cache.ledger import BlockManager
-from models.requests import PrefixNamespace
+from models.requests import PrefixNamespace, TokenLogprob
 from models.scheduling.scheduler import Scheduler
 from models.scheduling.sequence import Sequence, SequenceStatus
 from sampling.params import SamplingParams
@@ -28,7 +28,9 @@ class Simulation:
         max_num_batched_tokens: int = 32,
         max_num_waiting: int = 512,
         is_prefix_caching_enabled: bool = True,
+        max_num_scored_positions: int = 1000,
         choose_token: TokenRule = last_plus_one,
+        broken_prompt_token: int | None = None,
     ) -> None:
         self.blocks = BlockManager(
             num_blocks, block_size_tokens, is_prefix_caching_enabled=is_prefix_caching_enabled
@@ -38,15 +40,19 @@ class Simulation:
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_waiting=max_num_waiting,
         )
-        self.scheduler = Scheduler(config, self.blocks)
+        self.scheduler = Scheduler(config, self.blocks, max_num_scored_positions)
         self.runner = FakeStepRunner(
             num_blocks,
             block_size_tokens,
             choose_token=choose_token,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_num_scored_positions=max_num_scored_positions,
+            broken_prompt_token=broken_prompt_token,
         )
         self.errors: dict[int, str] = {}
+        # log probabilities of prompts, in the order they were told
+        self.scored: dict[int, list[TokenLogprob]] = {}
         self._seq_ids = itertools.count()
 
     def make(
@@ -58,6 +64,7 @@ class Simulation:
         num_choices=1,
         namespace=BASE,
         emitted=(),
+        num_prompt_logprobs=None,
     ) -> list[Sequence]:
         """Make the sequences of a request without adding them."""
         sequences = []
@@ -74,6 +81,7 @@ class Simulation:
                     namespace=namespace,
                     prompt_token_ids=tuple(prompt),
                     output_token_ids=list(emitted),
+                    num_prompt_logprobs=num_prompt_logprobs if choice == 0 else None,
                 )
             )
         return sequences
@@ -105,11 +113,18 @@ class Simulation:
         for seq_id in ended_in_flight:
             self.scheduler.finish(seq_id)
         self.scheduler.apply(result)
-        for sampled in result.sampled:
-            if sampled.error is not None:
-                self.errors[sampled.seq_id] = sampled.error
-                self.scheduler.finish(sampled.seq_id)
+        for outcome in (*result.scored, *result.sampled):
+            if outcome.error is not None:
+                self.errors[outcome.seq_id] = outcome.error
+                self.scheduler.finish(outcome.seq_id)
+        for scored in result.scored:
+            told = self.scored.setdefault(scored.seq_id, [])
+            assert scored.start == len(told) + 1, "the stretches are not adjacent"
+            told.extend(scored.logprobs)
         for sequence in self.running():
+            is_prompt_only = sequence.params.max_tokens == 0
+            if is_prompt_only and sequence.num_uncomputed_tokens > 0:
+                continue
             if len(sequence.output_token_ids) >= sequence.params.max_tokens:
                 self.scheduler.finish(sequence.seq_id)
         self.check()
@@ -149,7 +164,7 @@ class Simulation:
         assert self.scheduler.num_waiting_seqs == 0
         assert self.blocks.num_holders == 0
         assert self.blocks.num_free_blocks == self.blocks.num_blocks
-        last = self.add([7], 1)
+        last = self.add([7], 0)
         self.step()
         assert self.runner.known_seq_ids == {last.seq_id}
 

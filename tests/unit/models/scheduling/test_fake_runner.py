@@ -58,6 +58,55 @@ def test_a_wrong_row_is_reported(runner, scheduled, problem):
         runner.execute(StepPlan(1, (scheduled,)))
 
 
+SCORING = JoiningSequence(1, PARAMS, 0, (5, 6, 7), (), num_prompt_logprobs=0)
+
+
+def scoring_row(scored):
+    return dataclasses.replace(row(1, [5, 6, 7], 0, [0, 1]), scored_positions=scored)
+
+
+@pytest.mark.parametrize(
+    ("scored", "problem"),
+    [
+        (range(0), "wrong positions"),
+        (range(1), "wrong positions"),
+        (range(1, 2), "wrong positions"),
+        (range(3), "too many scored"),
+    ],
+)
+def test_positions_that_are_scored_wrongly_are_reported(scored, problem):
+    runner = FakeStepRunner(4, 2, max_num_scored_positions=2)
+
+    with pytest.raises(PlanError, match=problem):
+        runner.execute(StepPlan(0, (scoring_row(scored),), (SCORING,)))
+
+
+def test_positions_that_are_scored_again_after_a_preemption_are_reported():
+    runner = FakeStepRunner(4, 2)
+    runner.execute(StepPlan(0, (scoring_row(range(2)),), (SCORING,)))
+
+    with pytest.raises(PlanError, match="wrong positions"):
+        runner.execute(StepPlan(1, (scoring_row(range(2)),), (SCORING,), (1,)))
+
+
+def test_positions_that_were_never_scored_are_reported():
+    runner = FakeStepRunner(4, 2)
+    runner.execute(StepPlan(0, (row(2, [5, 6, 9], 0, [2, 3]),), (joining(2, [5, 6, 9]),)))
+    hit = ScheduledSequence(1, (7,), 2, (2, 1), is_sampled=True)
+
+    with pytest.raises(PlanError, match="not scored"):
+        runner.execute(StepPlan(1, (hit,), (SCORING,)))
+
+
+def test_scored_positions_are_told_of_the_tokens_behind_them():
+    runner = FakeStepRunner(4, 2)
+
+    (scored,) = runner.execute(StepPlan(0, (scoring_row(range(2)),), (SCORING,))).scored
+
+    assert scored.start == 1
+    assert [logprob.token_id for logprob in scored.logprobs] == [6, 7]
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

@@ -312,7 +312,17 @@ def test_a_request_that_has_no_room_for_a_single_token_is_refused():
     simulation = Simulation(num_blocks=4)
 
     with pytest.raises(OutOfBlocksError):
-        simulation.add(range(16), 0)
+        simulation.add(range(16), 1)
+
+
+def test_a_request_for_no_tokens_may_fill_the_whole_pool():
+    simulation = Simulation(num_blocks=4)
+    sequence = simulation.add(range(16), 0)
+
+    simulation.run()
+
+    assert is_complete(sequence)
+    assert not any(row.is_sampled for plan in simulation.runner.plans for row in plan.sequences)
 
 
 def test_a_plan_must_be_applied_before_the_next():

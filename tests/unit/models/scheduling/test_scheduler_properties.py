@@ -27,6 +27,7 @@ class Ask:
     max_tokens: int
     num_choices: int
     num_emitted: int
+    num_prompt_logprobs: int | None
     namespace: PrefixNamespace
     aborted_at: int | None
     is_aborted_in_flight: bool
@@ -46,9 +47,10 @@ ASKS = st.builds(
     Ask,
     arrives_at=st.integers(0, 12),
     prompt=PROMPTS,
-    max_tokens=st.integers(1, 14),
+    max_tokens=st.integers(0, 14),
     num_choices=st.sampled_from([1, 1, 1, 2, 4]),
     num_emitted=st.sampled_from([0, 0, 0, 1, 3]),
+    num_prompt_logprobs=st.sampled_from([None, None, 0, 2]),
     namespace=st.sampled_from([BASE, BASE, BASE, *NAMESPACES[1:]]),
     aborted_at=st.none() | st.integers(0, 25),
     is_aborted_in_flight=st.booleans(),
@@ -64,6 +66,7 @@ class Scenario:
     num_spare_tokens: int
     is_prefix_caching_enabled: bool
     is_failing: bool
+    max_num_scored_positions: int
 
     def simulation(self):
         """Return a simulation whose pool holds the largest request, and the spare blocks."""
@@ -80,6 +83,7 @@ class Scenario:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_seqs + self.num_spare_tokens,
             is_prefix_caching_enabled=self.is_prefix_caching_enabled,
+            max_num_scored_positions=self.max_num_scored_positions,
             choose_token=rule,
         )
 
@@ -93,6 +97,7 @@ SCENARIOS = st.builds(
     num_spare_tokens=st.integers(0, 20),
     is_prefix_caching_enabled=st.sampled_from([True, True, False]),
     is_failing=st.sampled_from([False, False, True]),
+    max_num_scored_positions=st.sampled_from([1, 2, 5, 1000]),
 )
 
 
@@ -127,13 +132,14 @@ class Run:
         for number, ask in enumerate(self.asks):
             if ask.arrives_at == self.num_steps:
                 begin = ask.prompt[-1] + 1
-                num_emitted = min(ask.num_emitted, ask.max_tokens - 1)
+                num_emitted = max(min(ask.num_emitted, ask.max_tokens - 1), 0)
                 self.sequences_by_ask[number] = self.simulation.add_all(
                     ask.prompt,
                     ask.max_tokens,
                     num_choices=ask.num_choices,
                     namespace=ask.namespace,
                     emitted=range(begin, begin + num_emitted),
+                    num_prompt_logprobs=ask.num_prompt_logprobs,
                 )
 
     def abort(self):
@@ -165,6 +171,11 @@ def test_every_request_gets_its_own_output_whatever_the_neighbours_budgets_and_b
             if number in run.aborted or sequence.seq_id in run.simulation.errors:
                 continue
             assert sequence.output_token_ids == expected_output(sequence)
+            told = run.simulation.scored.get(sequence.seq_id, [])
+            expected = sequence.prompt_token_ids[1:]
+            if sequence.num_prompt_logprobs is None:
+                expected = ()
+            assert tuple(logprob.token_id for logprob in told) == expected
     run.simulation.check_nothing_is_left()
 
 
@@ -189,7 +200,7 @@ def test_a_decode_gets_a_token_in_every_step_unless_it_is_preempted(scenario):
         decoding = [
             (sequence, len(sequence.output_token_ids))
             for sequence in run.simulation.running()
-            if sequence.num_uncomputed_tokens == 1
+            if sequence.num_uncomputed_tokens == 1 and sequence.params.max_tokens > 0
         ]
         run.step()
 
