@@ -5,10 +5,11 @@
 #   make test-unit the quick tests: no Ray, no real model
 #   make fmt       format the code
 #   make bench     print the table of speeds
+#   make bench-sampling  the same of sampling by itself, beside transformers' processors
 #   make soak      the long runs
 #   make lock      resolve the dependencies anew into constraints.txt
 #   make clean     remove caches (not .venv)
-.PHONY: serve test check test-unit fmt bench soak lock clean setup
+.PHONY: serve test check test-unit fmt bench bench-sampling soak lock clean setup
 .NOTPARALLEL:
 
 # Asked for only when .venv must be made. A pyenv shim may exist and still not run: try each.
@@ -45,6 +46,11 @@ fmt: $(STAMP)
 bench: $(STAMP)
 	$(VENV_PYTHON) -m pytest -q -s -m bench tests/benchmarks $(if $(BENCH),--bench-parts=$(BENCH)) \
 		$(if $(SAVE),--bench-save) $(if $(QUICK),--bench-quick) $(ARGS)
+
+# SAVE=1 also writes docs/benchmarks-sampling.md; QUICK=1 only shows that everything runs.
+bench-sampling: $(STAMP)
+	$(VENV_PYTHON) -m pytest -q -s -m bench tests/benchmarks/test_sampling_speed.py \
+		--bench-sampling $(if $(SAVE),--bench-save) $(if $(QUICK),--bench-quick) $(ARGS)
 
 soak: $(STAMP)
 	$(VENV_PYTHON) -m pytest -q -s -m soak tests/soak $(ARGS)

@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sampling.blocks import send
 from sampling.errors import RowSamplingError
 from sampling.params import SamplingParams
-from sampling.rng import uniform
+from sampling.rng import stream_start, uniform_of_stream
 
 # Beyond these a division by the temperature leaves float32: 0 / 0, or -inf / inf. Nothing is
 # lost: at 1e-30 any two different logits are infinitely far apart, at 1e30 all are equal.
 MIN_TEMPERATURE = 1e-30
 MAX_TEMPERATURE = 1e30
+# More than any vocabulary has, and exact in float64.
+_MAX_TOP_K = 2**40
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -32,6 +35,10 @@ class SamplingRow:
         prompt_token_ids: the prompt, not changed here.
         output_token_ids: tokens drawn so far; ``Sampler.sample`` appends to it, nobody else does.
         states: one per processor of the sampler that made the row, None where it is not needed.
+        is_processed: whether one of them is there.
+        stream: ``stream_start`` of the seed.
+        columns: what SamplingBatch has of the parameters: temperature, top_k, top_p, log_min_p,
+            typical_p. Worked out once, since a step has microseconds for a row.
     """
 
     params: SamplingParams
@@ -39,6 +46,21 @@ class SamplingRow:
     prompt_token_ids: Sequence[int]
     output_token_ids: list[int]
     states: tuple[Any, ...] = ()
+    is_processed: bool = False
+    stream: int = dataclasses.field(init=False)
+    columns: tuple[float, float, float, float, float] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        """Work out what depends on seed and parameters only."""
+        params = self.params
+        self.stream = stream_start(self.seed)
+        self.columns = (
+            _clamped_temperature(params.temperature),
+            min(max(params.top_k, 0), _MAX_TOP_K),
+            params.top_p,
+            _log(params.min_p),
+            params.typical_p,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +82,7 @@ class SampledRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """Columns for n rows that draw at random, one entry per row, on the host.
+    """Columns for n rows that draw at random, one entry per row, on the device of the logits.
 
     Attributes:
         temperature: [n, 1] float32, within [MIN_TEMPERATURE, MAX_TEMPERATURE].
@@ -68,7 +90,8 @@ class SamplingBatch:
         top_k: [n] int64, 0 is off.
         top_p: [n] float64.
         log_min_p: [n] float64, logarithm of min_p; -inf is off.
-        typical_p: one float per row; 1 is off.
+        typical_p: [n] float64; 1 is off.
+        params: of the rows, for what the host decides.
     """
 
     temperature: Tensor
@@ -76,22 +99,25 @@ class SamplingBatch:
     top_k: Tensor
     top_p: Tensor
     log_min_p: Tensor
-    typical_p: tuple[float, ...]
+    typical_p: Tensor
+    params: tuple[SamplingParams, ...]
 
     @classmethod
-    def from_rows(cls, rows: Sequence[SamplingRow]) -> SamplingBatch:
+    def from_rows(cls, rows: Sequence[SamplingRow], device: torch.device) -> SamplingBatch:
         """Build the columns for the next token of each row."""
-        params = [row.params for row in rows]
-        draws = [uniform(row.seed, len(row.output_token_ids)) for row in rows]
+        columns = [
+            (uniform_of_stream(row.stream, len(row.output_token_ids)), *row.columns) for row in rows
+        ]
+        sent = send(torch.tensor(columns, dtype=torch.float64), device)
+        draws, temperature, top_k, top_p, log_min_p, typical_p = sent.unbind(dim=1)
         return cls(
-            temperature=torch.tensor(
-                [[_clamped_temperature(each.temperature)] for each in params], dtype=torch.float32
-            ),
-            uniform=torch.tensor(draws, dtype=torch.float64),
-            top_k=torch.tensor([max(each.top_k, 0) for each in params], dtype=torch.int64),
-            top_p=torch.tensor([each.top_p for each in params], dtype=torch.float64),
-            log_min_p=torch.tensor([_log(each.min_p) for each in params], dtype=torch.float64),
-            typical_p=tuple(each.typical_p for each in params),
+            temperature=temperature[:, None].to(torch.float32),
+            uniform=draws,
+            top_k=top_k.to(torch.int64),
+            top_p=top_p,
+            log_min_p=log_min_p,
+            typical_p=typical_p,
+            params=tuple(row.params for row in rows),
         )
 
     def select(self, index: int) -> SamplingBatch:
@@ -104,6 +130,7 @@ class SamplingBatch:
             top_p=self.top_p[rows],
             log_min_p=self.log_min_p[rows],
             typical_p=self.typical_p[rows],
+            params=self.params[rows],
         )
 
 

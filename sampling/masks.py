@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sampling.batch import SamplingRow
+from sampling.blocks import send
 from sampling.processors import ActiveRow
 
 
@@ -28,9 +29,9 @@ class LogitBiasProcessor:
 
     def apply_(self, logits: Tensor, active: Sequence[ActiveRow]) -> None:
         """Add each row's biases to its logits ([B, V] float32) in place."""
-        for each in active:
-            token_ids, biases = each.state
-            logits[each.index, token_ids.to(logits.device)] += biases.to(logits.device)
+        place = _places(logits, active, [each.state[0] for each in active])
+        biases = torch.cat([each.state[1] for each in active])
+        logits[place] += send(biases, logits.device)
 
 
 class AllowedTokensProcessor:
@@ -45,11 +46,11 @@ class AllowedTokensProcessor:
 
     def apply_(self, logits: Tensor, active: Sequence[ActiveRow]) -> None:
         """Mask each row's logits ([B, V] float32) in place."""
-        for each in active:
-            token_ids = each.state.to(logits.device)
-            kept = logits[each.index, token_ids]
-            logits[each.index] = -math.inf
-            logits[each.index, token_ids] = kept
+        place = _places(logits, active, [each.state for each in active])
+        kept = logits[place]
+        indices = torch.tensor([each.index for each in active])
+        logits.index_fill_(0, send(indices, logits.device), -math.inf)
+        logits[place] = kept
 
 
 class BadWordsProcessor:
@@ -66,10 +67,13 @@ class BadWordsProcessor:
 
     def apply_(self, logits: Tensor, active: Sequence[ActiveRow]) -> None:
         """Mask each row's logits ([B, V] float32) in place."""
-        for each in active:
-            output = each.row.output_token_ids
-            banned = [word[-1] for word in each.state if _ends_with(output, word[:-1])]
-            _ban_(logits, each.index, banned)
+        banned = [
+            (each.index, word[-1])
+            for each in active
+            for word in each.state
+            if len(word) == 1 or _ends_with(each.row.output_token_ids, word[:-1])
+        ]
+        _ban_(logits, banned)
 
 
 class MinTokensProcessor:
@@ -96,15 +100,37 @@ class MinTokensProcessor:
 
     def apply_(self, logits: Tensor, active: Sequence[ActiveRow]) -> None:
         """Mask each row's logits ([B, V] float32) in place."""
-        for each in active:
-            if len(each.row.output_token_ids) < each.row.params.min_tokens:
-                _ban_(logits, each.index, each.state)
+        banned = [
+            (each.index, token_id)
+            for each in active
+            if len(each.row.output_token_ids) < each.row.params.min_tokens
+            for token_id in each.state
+        ]
+        _ban_(logits, banned)
 
 
 def _ends_with(tokens: Sequence[int], ending: Sequence[int]) -> bool:
-    return len(ending) <= len(tokens) and list(tokens[len(tokens) - len(ending) :]) == list(ending)
+    # The last token first: it nearly always differs.
+    return (
+        len(ending) <= len(tokens)
+        and tokens[-1] == ending[-1]
+        and list(tokens[len(tokens) - len(ending) :]) == list(ending)
+    )
 
 
-def _ban_(logits: Tensor, index: int, token_ids: Sequence[int]) -> None:
-    if token_ids:
-        logits[index, torch.tensor(token_ids, device=logits.device)] = -math.inf
+def _places(
+    logits: Tensor, active: Sequence[ActiveRow], token_ids: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return row and column of every token ([M] int64 each) of every active row."""
+    columns = torch.cat(list(token_ids))
+    indices = torch.tensor([each.index for each in active]).repeat_interleave(
+        torch.tensor([len(each) for each in token_ids]), output_size=len(columns)
+    )
+    return send(indices, logits.device), send(columns, logits.device)
+
+
+def _ban_(logits: Tensor, banned: Sequence[tuple[int, int]]) -> None:
+    """Mask pairs of row and token id."""
+    if banned:
+        indices, token_ids = send(torch.tensor(banned), logits.device).unbind(dim=1)
+        logits[indices, token_ids] = -math.inf

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from sampling.batch import SamplingRow
+from sampling.blocks import send
 from sampling.processors import ActiveRow
 
 # Beyond these a product with a float32 logit may be 0 * inf.
@@ -51,10 +53,7 @@ class TokenCounts:
         seen = list(dict.fromkeys(row.prompt_token_ids)) if is_prompt_counted else []
         self.size = len(seen)
         self._places = {token_id: place for place, token_id in enumerate(seen)}
-        capacity = max(_INITIAL_CAPACITY, 2 * self.size)
-        self._token_ids = torch.zeros(capacity, dtype=torch.int64)
-        self._token_ids[: self.size] = torch.tensor(seen, dtype=torch.int64)
-        self._counts = torch.zeros(capacity, dtype=torch.float32)
+        self._reserve(max(_INITIAL_CAPACITY, 2 * self.size), seen, [])
         self._num_seen_output_tokens = 0
 
     @property
@@ -69,23 +68,33 @@ class TokenCounts:
 
     def catch_up(self, output_token_ids: Sequence[int]) -> None:
         """Count the output tokens that were drawn since the last call."""
-        for token_id in output_token_ids[self._num_seen_output_tokens :]:
-            place = self._place(token_id)
-            self._counts[place] += 1.0
+        for number in range(self._num_seen_output_tokens, len(output_token_ids)):
+            # First the place: a new token may need new arrays.
+            place = self._place(output_token_ids[number])
+            self._count_values[place] += 1.0
         self._num_seen_output_tokens = len(output_token_ids)
 
     def _place(self, token_id: int) -> int:
         place = self._places.get(token_id)
         if place is not None:
             return place
-        if self.size == len(self._token_ids):
-            self._token_ids = torch.cat((self._token_ids, torch.zeros_like(self._token_ids)))
-            self._counts = torch.cat((self._counts, torch.zeros_like(self._counts)))
+        if self.size == len(self._id_values):
+            self._reserve(2 * self.size, self._id_values, self._count_values)
         place = self.size
         self._places[token_id] = place
-        self._token_ids[place] = token_id
+        self._id_values[place] = token_id
         self.size += 1
         return place
+
+    def _reserve(self, capacity: int, token_ids: Sequence[int], counts: Sequence[float]) -> None:
+        """Make arrays with room for ``capacity`` tokens, and the tensors that share their memory.
+
+        An array takes a number in a tenth of the time that a tensor takes.
+        """
+        self._id_values = array("q", [*token_ids, *[0] * (capacity - len(token_ids))])
+        self._count_values = array("f", [*counts, *[0.0] * (capacity - len(counts))])
+        self._token_ids = torch.frombuffer(self._id_values, dtype=torch.int64)
+        self._counts = torch.frombuffer(self._count_values, dtype=torch.float32)
 
 
 class PenaltyProcessor:
@@ -111,23 +120,28 @@ class PenaltyProcessor:
             logits: [B, V] float32, changed in place.
             active: rows with a state.
         """
-        sizes, columns = [], []
+        sizes, columns, token_ids, counts = [], [], [], []
         for each in active:
             each.state.catch_up(each.row.output_token_ids)
             sizes.append(each.state.size)
+            token_ids.append(each.state.token_ids)
+            counts.append(each.state.counts)
             params = each.row.params
             repetition = min(
                 max(params.repetition_penalty, _MIN_REPETITION_PENALTY), _MAX_REPETITION_PENALTY
             )
-            columns.append((repetition, params.frequency_penalty, params.presence_penalty))
-        repeats = torch.tensor(sizes)
-        indices = torch.tensor([each.index for each in active]).repeat_interleave(repeats)
-        per_token = torch.tensor(columns, dtype=torch.float32).repeat_interleave(repeats, dim=0)
-        token_ids = torch.cat([each.state.token_ids for each in active])
-        counts = torch.cat([each.state.counts for each in active])
-
-        place = (indices.to(logits.device), token_ids.to(logits.device))
-        repetition_column, frequency, presence = per_token.to(logits.device).unbind(dim=1)
+            columns.append(
+                (each.index, repetition, params.frequency_penalty, params.presence_penalty)
+            )
+        # One repeat for all that a row says to each of its tokens.
+        per_token = torch.tensor(columns, dtype=torch.float64).repeat_interleave(
+            torch.tensor(sizes), dim=0, output_size=sum(sizes)
+        )
+        indices = per_token[:, 0].to(torch.int64)
+        knobs = per_token[:, 1:].to(torch.float32)
+        device = logits.device
+        place = (send(indices, device), send(torch.cat(token_ids), device))
+        repetition_column, frequency, presence = send(knobs, device).unbind(dim=1)
         logits[place] = penalized(
-            logits[place], counts.to(logits.device), repetition_column, frequency, presence
+            logits[place], send(torch.cat(counts), device), repetition_column, frequency, presence
         )

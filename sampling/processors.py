@@ -18,7 +18,8 @@ class ActiveRow:
     """A row that a processor has to do with in this step.
 
     Attributes:
-        index: the row's place in the logits.
+        index: the row's place in the logits that ``apply_`` gets, which are not always those of
+            all rows.
         row: its request, prompt and output.
         state: what ``make_state`` returned when the row joined.
     """
@@ -37,7 +38,9 @@ class LogitsProcessor(Protocol):
     ``apply_``, which makes a resumed row the same as an undisturbed one.
 
     Law: what it does to one row must not depend on the others, on ``index`` or on the number of
-    rows. It must not raise, make NaN or make +inf; -inf means that a token cannot be chosen.
+    rows. It must not raise, make NaN or make +inf; -inf means that a token cannot be chosen. It
+    may meet a row whose logits are NaN or +inf: that row fails afterwards, whatever it does. On a
+    device it must not wait for values (``item``, ``nonzero``, indexing by a mask).
 
     Owner: step thread.
 
@@ -54,7 +57,7 @@ class LogitsProcessor(Protocol):
         """Change ``logits[each.index]`` in place for each active row.
 
         Args:
-            logits: [B, V] float32, the sampler's own copy.
+            logits: [n, V] float32, the sampler's own copy of the rows that any processor changes.
             active: the rows with a state, at least one, by rising index.
         """
 

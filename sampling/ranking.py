@@ -3,6 +3,9 @@
 Order: higher logit first (before temperature, which could make unequal logits equal), lower token
 id first among equals. Whatever is taken here is a leading part of that one order, so a result
 that needs no more than this part does not depend on how long it is.
+
+``rank_leading`` and ``rank_chosen`` look at values to read as few tokens as possible, which is free
+on the CPU. ``rank_best`` never looks, so that a GPU need not be waited for.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ MAX_NUM_CANDIDATES = 2048
 # A vocabulary of at most this many tokens has too few blocks to choose from; all of it is ranked.
 SMALL_VOCABULARY_SIZE = 1024
 _LOWEST = torch.finfo(torch.float32).min
+_NUM_ID_BITS = 32
+_LARGEST_ID = 2**_NUM_ID_BITS - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,8 +32,8 @@ class RankedTokens:
     """Leading tokens of n rows; row i has ``num_ranked[i]`` of them, the rest is padding.
 
     Attributes:
-        token_ids: [n, W] int64, on the host.
-        logits: [n, W] float32, on the host, falling; -inf is padding.
+        token_ids: [n, W] int64.
+        logits: [n, W] float32, falling; -inf is padding.
         num_ranked: [n] int64; 0 if the row had too many candidates to be ranked here.
         is_complete: [n] bool, whether no token that could matter is missing.
     """
@@ -79,6 +84,66 @@ def rank_leading(blocked: Tensor, maxima: Tensor, best: Tensor, num_wanted: Tens
         values[entries, offsets],
         is_complete,
     )
+
+
+def rank_best(blocked: Tensor, maxima: Tensor, num_best: int) -> RankedTokens:
+    """Rank each row's ``num_best`` best tokens; shapes depend on arguments only.
+
+    The k best tokens are in the k blocks whose maxima come first in the same order: each of those
+    maxima is a token that comes before all tokens of any other block. Where that leaves a small
+    part of the vocabulary only this part is looked at.
+
+    Args:
+        blocked: [n, N * 64] float32.
+        maxima: [n, N] float32, its block maxima, on the same device.
+        num_best: at least 1.
+
+    Returns:
+        The tokens, complete in the sense that no token among the ``num_best`` best is missing.
+        Masked tokens stand last and are not counted.
+    """
+    num_rows, width = blocked.shape
+    num_best = min(num_best, width)
+    if num_best * BLOCK_SIZE_TOKENS * 4 <= width:
+        block_ids = _unpacked_ids(_packed_keys(maxima).topk(num_best, dim=1).values)
+        blocks = blocked.view(num_rows, -1, BLOCK_SIZE_TOKENS)
+        values = blocks.gather(1, block_ids[:, :, None].expand(-1, -1, BLOCK_SIZE_TOKENS))
+        offsets = torch.arange(BLOCK_SIZE_TOKENS, device=blocked.device)
+        token_ids = (block_ids[:, :, None] * BLOCK_SIZE_TOKENS + offsets).flatten(1)
+        keys = _packed_keys(values.flatten(1), token_ids).topk(num_best, dim=1).values
+        token_ids = _unpacked_ids(keys)
+        logits = blocked.gather(1, token_ids)
+    else:
+        # Stands by token id, so a stable sort leaves ties in that order.
+        order = blocked.sort(dim=1, descending=True, stable=True)
+        token_ids, logits = order.indices[:, :num_best], order.values[:, :num_best]
+    return RankedTokens(
+        token_ids=token_ids,
+        logits=logits,
+        num_ranked=(logits >= _LOWEST).sum(dim=1),
+        is_complete=torch.ones(num_rows, dtype=torch.bool, device=blocked.device),
+    )
+
+
+def _packed_keys(values: Tensor, ids: Tensor | None = None) -> Tensor:
+    """Return int64 keys, all different, that rise with the value and fall with the id.
+
+    Args:
+        values: [n, W] float32.
+        ids: [n, W] int64 in [0, 2**32); None: the columns' numbers.
+    """
+    if ids is None:
+        ids = torch.arange(values.shape[1], device=values.device)
+    # Adding 0 makes one zero of the two. Bits of a float rise with it, of a negative one they fall.
+    bits = values.add(0.0).view(torch.int32)
+    rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    keys: Tensor = (rising << _NUM_ID_BITS) + (_LARGEST_ID - ids)
+    return keys
+
+
+def _unpacked_ids(keys: Tensor) -> Tensor:
+    ids: Tensor = _LARGEST_ID - (keys & _LARGEST_ID)
+    return ids
 
 
 def rank_chosen(logits: Tensor, is_chosen: Tensor) -> RankedTokens:

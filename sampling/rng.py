@@ -24,5 +24,15 @@ def uniform(seed: int, position: int) -> float:
         seed: any integer; counts modulo 2**64.
         position: how many tokens the sequence has drawn before, 0 or more.
     """
-    word = mix_64(mix_64(seed) + (position + 1) * _GOLDEN_GAMMA)
+    return uniform_of_stream(stream_start(seed), position)
+
+
+def stream_start(seed: int) -> int:
+    """Return what ``uniform_of_stream`` wants to know of a seed: worked out once a sequence."""
+    return mix_64(seed)
+
+
+def uniform_of_stream(start: int, position: int) -> float:
+    """Return ``uniform(seed, position)`` of the seed with this ``stream_start``."""
+    word = mix_64(start + (position + 1) * _GOLDEN_GAMMA)
     return (word >> _NUM_DISCARDED_BITS) * _UNIT

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from sampling.batch import SampledRow, SamplingBatch, SamplingRow, is_filtered
-from sampling.blocks import block_maxima, first_argmax, take_rows, to_blocked
+from sampling.blocks import block_maxima, first_argmax, send, take_rows, to_blocked
 from sampling.draw import draw_filtered, draw_plain
-from sampling.errors import NonFiniteLogitsError, NoTokenLeftError, RowSamplingError
-from sampling.logprobs import RawDistribution, raw_distributions
 from sampling.masks import (
     AllowedTokensProcessor,
     BadWordsProcessor,
@@ -22,6 +19,7 @@ from sampling.masks import (
 from sampling.params import SamplingParams
 from sampling.penalties import PenaltyProcessor
 from sampling.processors import ActiveRow, LogitsProcessor
+from sampling.step_results import fetch_results
 
 __all__ = ["SampledRow", "Sampler", "SamplingRow"]
 
@@ -50,8 +48,8 @@ class Sampler:
 
     Law: token and log probabilities of a row are the same bit for bit whatever the number of
     rows, its place among them and its neighbours. Rows are grouped by what their own parameters
-    ask for, and nothing is summed across more than a block of 64 tokens in an order that the
-    batch could change.
+    ask for; no more than a block of 64 tokens is summed in an order that matters, and that order
+    is always the same (see ``sampling.blocks``).
 
     Owner: step thread.
     """
@@ -79,6 +77,7 @@ class Sampler:
             MinTokensProcessor(eos_in_range),
             *processors,
         )
+        self._copies = torch.empty((0, 0))
 
     def make_row(
         self,
@@ -108,6 +107,7 @@ class Sampler:
             else processor.make_state(row)
             for processor in self._processors
         )
+        row.is_processed = any(state is not None for state in row.states)
         return row
 
     @torch.inference_mode()
@@ -115,7 +115,7 @@ class Sampler:
         """Draw the next token of each row and append it to the row's output.
 
         A row that cannot be sampled gets an error instead of a token; the others are not touched
-        by that.
+        by that. Everything that the host has to know comes from the device in one copy.
 
         Args:
             logits: [B, V] of any floating dtype on any device; not changed.
@@ -128,137 +128,107 @@ class Sampler:
             return []
         scores = to_blocked(logits)
         maxima = block_maxima(scores)
-        errors: list[RowSamplingError | None] = [
-            None if is_finite else NonFiniteLogitsError()
-            for is_finite in maxima.amax(dim=1).isfinite().tolist()
-        ]
-        distributions = _distributions(scores, maxima, rows, errors)
-
-        active = self._active(rows, errors)
-        if any(active):
-            if scores.data_ptr() == logits.data_ptr():
-                scores = scores.clone()
-            _process_(scores[:, : self._vocabulary_size], self._processors, active)
-            touched = sorted({each.index for group in active for each in group})
-            maxima = _refreshed(maxima, scores, touched)
-            _note_errors_(errors, maxima, touched)
-
-        tokens = _choose(scores, maxima, rows, errors)
-        logprobs = _chosen_logprobs(logits, tokens, distributions)
-        results = []
-        for index, row in enumerate(rows):
-            if (error := errors[index]) is not None:
-                results.append(SampledRow(-1, error=error))
-                continue
-            row.output_token_ids.append(tokens[index])
-            top = distributions[index].top if index in distributions else ()
-            results.append(SampledRow(tokens[index], logprobs.get(index), top))
+        touched = [index for index, row in enumerate(rows) if row.is_processed]
+        if not touched:
+            tokens, final_best = _choose(scores, maxima, rows), maxima.amax(dim=1)
+        else:
+            tokens, final_best = self._choose_processed(scores, maxima, rows, touched)
+        results = fetch_results(scores, maxima, final_best, tokens, rows)
+        for row, result in zip(rows, results, strict=True):
+            if result.error is None:
+                row.output_token_ids.append(result.token_id)
         return results
 
-    def _active(
-        self, rows: Sequence[SamplingRow], errors: Sequence[RowSamplingError | None]
-    ) -> list[list[ActiveRow]]:
-        """Return per processor the sound rows that have a state for it."""
-        groups: list[list[ActiveRow]] = [[] for _ in self._processors]
-        for index, row in enumerate(rows):
-            if errors[index] is not None:
-                continue
-            for group, state in zip(groups, row.states, strict=True):
-                if state is not None:
-                    group.append(ActiveRow(index, row, state))
-        return groups
+    def _choose_processed(
+        self, scores: Tensor, maxima: Tensor, rows: Sequence[SamplingRow], touched: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Return tokens and best logits, both [B], where some rows have processors to run.
 
+        Those rows are copied; the others are read where they are.
+        """
+        processed = self._copied(scores, touched)
+        touched_rows = [rows[index] for index in touched]
+        self._process_(processed[:, : self._vocabulary_size], touched_rows)
+        processed_maxima = block_maxima(processed)
+        tokens = _choose(processed, processed_maxima, touched_rows)
+        best = processed_maxima.amax(dim=1)
+        if len(touched) == len(rows):
+            return tokens, best
+        is_touched = set(touched)
+        others = [index for index in range(len(rows)) if index not in is_touched]
+        order = send(torch.tensor([*touched, *others]), scores.device)
+        place = torch.empty_like(order).index_copy_(
+            0, order, torch.arange(len(rows), device=scores.device)
+        )
+        other_tokens = _choose(scores, maxima, rows, others)
+        other_best = maxima.amax(dim=1)[order[len(touched) :]]
+        return torch.cat((tokens, other_tokens))[place], torch.cat((best, other_best))[place]
 
-def _distributions(
-    scores: Tensor,
-    maxima: Tensor,
-    rows: Sequence[SamplingRow],
-    errors: Sequence[RowSamplingError | None],
-) -> dict[int, RawDistribution]:
-    """Return the raw distributions of the sound rows that report log probabilities, by index."""
-    num_top = {
-        index: row.params.num_top_logprobs
-        for index, row in enumerate(rows)
-        if row.params.num_top_logprobs is not None and errors[index] is None
-    }
-    if not num_top:
-        return {}
-    indices = list(num_top)
-    found = raw_distributions(
-        take_rows(scores, indices), take_rows(maxima, indices), list(num_top.values())
-    )
-    return dict(zip(indices, found, strict=True))
+    def _copied(self, scores: Tensor, indices: Sequence[int]) -> Tensor:
+        """Return a copy of some rows, valid until the next call.
 
+        Always into the same memory: to ask the system for fresh pages costs more than to fill
+        them.
+        """
+        num_rows, width = len(indices), scores.shape[1]
+        copies = self._copies
+        if copies.device != scores.device or copies.shape[1] != width or len(copies) < num_rows:
+            self._copies = copies = scores.new_empty((num_rows, width))
+        copies = copies[:num_rows]
+        if num_rows == len(scores):
+            return copies.copy_(scores)
+        place = send(torch.tensor(indices), scores.device)
+        return torch.index_select(scores, 0, place, out=copies)
 
-def _chosen_logprobs(
-    logits: Tensor, tokens: Mapping[int, int], distributions: Mapping[int, RawDistribution]
-) -> dict[int, float]:
-    """Return the raw log probability of each reporting row's token; ``logits`` are unprocessed."""
-    indices = [index for index in distributions if index in tokens]
-    if not indices:
-        return {}
-    token_ids = [tokens[index] for index in indices]
-    chosen = logits[torch.tensor(indices), torch.tensor(token_ids)].to(torch.float32).tolist()
-    return {
-        index: distributions[index].logprob(logit)
-        for index, logit in zip(indices, chosen, strict=True)
-    }
-
-
-def _process_(
-    scores: Tensor, processors: Sequence[LogitsProcessor], active: Sequence[Sequence[ActiveRow]]
-) -> None:
-    for processor, group in zip(processors, active, strict=True):
-        if group:
-            processor.apply_(scores, group)
-
-
-def _refreshed(maxima: Tensor, scores: Tensor, touched: Sequence[int]) -> Tensor:
-    fresh = block_maxima(take_rows(scores, touched))
-    return maxima.index_copy(0, torch.tensor(touched, device=maxima.device), fresh)
-
-
-def _note_errors_(
-    errors: list[RowSamplingError | None], maxima: Tensor, touched: Sequence[int]
-) -> None:
-    best = maxima.amax(dim=1).tolist()
-    for index in touched:
-        if best[index] == -math.inf:
-            errors[index] = NoTokenLeftError()
-        elif not math.isfinite(best[index]):
-            errors[index] = NonFiniteLogitsError()
+    def _process_(self, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+        """Run each processor on the rows that have a state for it, in place."""
+        for number, processor in enumerate(self._processors):
+            active = [
+                ActiveRow(index, row, row.states[number])
+                for index, row in enumerate(rows)
+                if row.states[number] is not None
+            ]
+            if active:
+                processor.apply_(logits, active)
 
 
 def _choose(
     scores: Tensor,
     maxima: Tensor,
     rows: Sequence[SamplingRow],
-    errors: Sequence[RowSamplingError | None],
-) -> dict[int, int]:
-    """Return the token of each sound row by index, group by group."""
+    indices: Sequence[int] | None = None,
+) -> Tensor:
+    """Return the tokens of the rows at ``indices`` (None: all), [n] int64, group by group.
+
+    Of a row without a finite maximum the token means nothing, but it is one of the vocabulary.
+    """
+    chosen = range(len(rows)) if indices is None else indices
     greedy, plain, filtered = [], [], []
-    for index, row in enumerate(rows):
-        if errors[index] is not None:
-            continue
-        if row.params.is_greedy:
+    for index in chosen:
+        params = rows[index].params
+        if params.is_greedy:
             greedy.append(index)
-        elif is_filtered(row.params):
+        elif is_filtered(params):
             filtered.append(index)
         else:
             plain.append(index)
 
-    tokens: dict[int, int] = {}
+    device = scores.device
+    groups = []
     if greedy:
         # On all rows: the blocks are found already, to copy rows out would cost more.
-        best = first_argmax(scores, maxima).tolist()
-        tokens.update((index, best[index]) for index in greedy)
+        groups.append((greedy, take_rows(first_argmax(scores, maxima), greedy)))
     if plain:
-        batch = SamplingBatch.from_rows([rows[index] for index in plain])
+        batch = SamplingBatch.from_rows([rows[index] for index in plain], device)
         row_maxima = take_rows(maxima, plain).amax(dim=1, keepdim=True)
-        drawn = draw_plain(take_rows(scores, plain), row_maxima, batch)
-        tokens.update(zip(plain, drawn, strict=True))
+        groups.append((plain, draw_plain(take_rows(scores, plain), row_maxima, batch)))
     if filtered:
-        batch = SamplingBatch.from_rows([rows[index] for index in filtered])
+        batch = SamplingBatch.from_rows([rows[index] for index in filtered], device)
         drawn = draw_filtered(take_rows(scores, filtered), take_rows(maxima, filtered), batch)
-        tokens.update(zip(filtered, drawn, strict=True))
-    return tokens
+        groups.append((filtered, drawn))
+    if len(groups) == 1:
+        return groups[0][1]
+    place_of = {index: place for place, index in enumerate(chosen)}
+    places = [place_of[index] for group, _ in groups for index in group]
+    drawn = torch.cat([tokens for _, tokens in groups])
+    return torch.empty_like(drawn).index_copy_(0, send(torch.tensor(places), device), drawn)

@@ -1,4 +1,4 @@
-"""Options of ``make bench``."""
+"""Options of ``make bench`` and ``make bench-sampling``."""
 
 import pytest
 
@@ -10,5 +10,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--bench-parts", default=",".join(PARTS), help=f"what to measure, of {', '.join(PARTS)}"
     )
-    group.addoption("--bench-save", action="store_true", help="also write docs/benchmarks.md")
+    group.addoption("--bench-save", action="store_true", help="also write the page in docs/")
+    group.addoption("--bench-sampling", action="store_true", help="measure sampling by itself")
     group.addoption("--bench-quick", action="store_true", help="little work: figures mean nothing")

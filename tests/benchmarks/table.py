@@ -1,4 +1,4 @@
-"""The one table of ``make bench``: rows of figures with units, as text that is also Markdown."""
+"""The one table of a benchmark: rows of figures with units, as text that is also Markdown."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _PACKAGES = ("torch", "ray", "transformers")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One figure at each number of clients.
+    """One figure at each number of clients, or of whatever the table counts.
 
     Attributes:
         name: what was measured.
         unit: of the figures.
-        values: by number of clients; a figure that has nothing to do with clients is at 1.
+        values: by that number; a figure that has nothing to do with it is at 1.
         digits: behind the decimal point.
     """
 
@@ -31,9 +31,15 @@ class Row:
     digits: int = 0
 
 
-def format_table(rows: Sequence[Row], client_counts: Sequence[int]) -> str:
-    """Return the table, aligned."""
-    names = [f"{count} {'client' if count == 1 else 'clients'}" for count in client_counts]
+def format_table(rows: Sequence[Row], counts: Sequence[int], *, counted: str = "client") -> str:
+    """Return the table, aligned.
+
+    Args:
+        rows: from top to bottom.
+        counts: the columns.
+        counted: the singular of what they count.
+    """
+    names = [f"{count} {counted if count == 1 else counted + 's'}" for count in counts]
     cells = [["figure", "unit", *names]]
     cells += [
         [
@@ -41,7 +47,7 @@ def format_table(rows: Sequence[Row], client_counts: Sequence[int]) -> str:
             row.unit,
             *(
                 f"{row.values[count]:,.{row.digits}f}" if count in row.values else ""
-                for count in client_counts
+                for count in counts
             ),
         ]
         for row in rows

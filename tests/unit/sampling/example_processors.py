@@ -20,7 +20,7 @@ class OnlyEvenTokens:
         return "even" if row.seed % 2 == 0 else None
 
     def apply_(self, logits: torch.Tensor, active: Sequence[ActiveRow]) -> None:
-        self.applied_to.append([each.index for each in active])
+        self.applied_to.append([each.row.seed for each in active])
         for each in active:
             logits[each.index, 1::2] = -torch.inf
 

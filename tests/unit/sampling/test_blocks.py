@@ -9,6 +9,8 @@ from sampling.blocks import (
     block_maxima,
     block_weights,
     cumulative_block_mass,
+    cumulative_mass,
+    exact_mass,
     first_argmax,
     invert_cumulative,
     take_rows,
@@ -79,6 +81,38 @@ def test_a_primitive_gives_a_row_the_same_bits_in_every_batch(name, num_threads)
         for start in (0, 1, 37 - num_rows):
             part = primitive(rows[start : start + num_rows].clone())
             assert torch.equal(part, together[start : start + num_rows])
+
+
+@settings(max_examples=50)
+@given(
+    weights=st.lists(st.floats(0.0, 1.0, width=32), min_size=2, max_size=300),
+    seed=st.integers(0, 999),
+)
+def test_exact_masses_have_one_sum_in_every_order(weights, seed):
+    mass = exact_mass(torch.tensor(weights))
+    order = torch.randperm(len(weights), generator=torch.Generator().manual_seed(seed))
+
+    sums = {float(each.sum()) for each in (mass, mass[order], mass.sort().values)}
+
+    assert sums == {math.fsum(mass.tolist())}
+    assert sums == {float(mass[order].cumsum(dim=0)[-1])}
+    assert float((mass - torch.tensor(weights).double()).abs().max()) <= 2.0**-35
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_masses_do_not_depend_on_which_rows_are_worked_on_together(num_threads):
+    torch.set_num_threads(num_threads)
+    rows = torch.randn((9, 49_152), generator=torch.Generator().manual_seed(1)) * 3
+    maxima = rows.amax(dim=1, keepdim=True)
+    temperature = torch.linspace(0.2, 2.0, 9)[:, None]
+
+    together = cumulative_mass(rows, maxima, temperature)
+
+    for start, end in ((0, 1), (3, 4), (2, 9), (4, 7)):
+        part = cumulative_mass(rows[start:end], maxima[start:end], temperature[start:end])
+        assert torch.equal(part, together[start:end])
+    weights = block_weights(rows, maxima, temperature)
+    assert torch.equal(together, cumulative_block_mass(weights))
 
 
 @settings(max_examples=30)

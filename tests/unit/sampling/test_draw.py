@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from sampling import ranking
 from sampling.batch import SamplingBatch, SamplingRow
-from sampling.blocks import block_maxima, to_blocked
-from sampling.draw import draw_filtered, draw_plain
+from sampling.blocks import block_maxima, cumulative_mass, to_blocked
+from sampling.draw import draw_filtered, draw_plain, draw_without_looking
 from sampling.params import SamplingParams
 from tests.unit.sampling import reference
 
@@ -30,7 +30,8 @@ uniforms = st.floats(0.0, 1.0, exclude_max=True)
 def batch_of(params, uniform):
     rows = [SamplingRow(each, 0, (), []) for each in params]
     return dataclasses.replace(
-        SamplingBatch.from_rows(rows), uniform=torch.tensor(uniform, dtype=torch.float64)
+        SamplingBatch.from_rows(rows, torch.device("cpu")),
+        uniform=torch.tensor(uniform, dtype=torch.float64),
     )
 
 
@@ -41,7 +42,7 @@ def random_logits(seed, num_rows, vocabulary_size, spread=2.0):
 
 def draw(logits, params, uniform):
     blocked = to_blocked(logits)
-    return draw_filtered(blocked, block_maxima(blocked), batch_of(params, uniform))
+    return draw_filtered(blocked, block_maxima(blocked), batch_of(params, uniform)).tolist()
 
 
 def is_right(token, logits, params, uniform):
@@ -103,7 +104,8 @@ def test_a_plain_draw_equals_the_inverse_cdf_in_order_of_token_ids(
     params = SamplingParams(temperature=temperature)
 
     blocked = to_blocked(logits)
-    token = draw_plain(blocked, blocked.amax(1, keepdim=True), batch_of([params], [uniform]))[0]
+    batch = batch_of([params], [uniform])
+    token = int(draw_plain(blocked, blocked.amax(1, keepdim=True), batch)[0])
 
     order = list(range(vocabulary_size))
     low, high = reference.share_of(logits[0].tolist(), order, temperature, token)
@@ -126,6 +128,29 @@ def test_the_token_does_not_depend_on_how_many_were_ranked(params, seed, spread)
         all_ranked = draw(logits, params, uniform)
 
     assert few_ranked == all_ranked
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    params=st.lists(filtered_params, min_size=1, max_size=4),
+    seed=st.integers(0, 10**6),
+    vocabulary_size=st.sampled_from([1, 70, 1500, 9000]),
+    spread=st.sampled_from([0.0, 0.5, 2.0, 6.0]),
+    is_coarse=st.booleans(),
+)
+def test_the_way_of_a_gpu_gives_the_same_tokens(params, seed, vocabulary_size, spread, is_coarse):
+    logits = random_logits(seed, len(params), vocabulary_size, spread)
+    logits = logits.bfloat16().float() if is_coarse else logits
+    uniform = torch.rand(len(params), generator=torch.Generator().manual_seed(seed)).tolist()
+    batch = batch_of(params, uniform)
+    blocked = to_blocked(logits)
+    maxima = block_maxima(blocked)
+    row_maxima = maxima.amax(dim=1, keepdim=True)
+    totals = cumulative_mass(blocked, row_maxima, batch.temperature)[:, -1]
+
+    without_looking = draw_without_looking(blocked, maxima, row_maxima, batch, totals)
+
+    assert without_looking.tolist() == draw_filtered(blocked, maxima, batch).tolist()
 
 
 @pytest.mark.parametrize(
@@ -165,7 +190,7 @@ def test_a_tiny_temperature_gives_the_best_token(dtype, temperature, filters):
     else:
         tokens = draw_plain(blocked, maxima.amax(1, keepdim=True), batch)
 
-    assert tokens == [index * 100 for index in range(8)]
+    assert tokens.tolist() == [index * 100 for index in range(8)]
 
 
 @pytest.mark.parametrize("temperature", [1e10, 1e300])
@@ -177,7 +202,7 @@ def test_a_huge_temperature_is_uniform_over_what_is_not_masked(temperature):
     blocked = to_blocked(logits)
     tokens = draw_plain(blocked, blocked.amax(1, keepdim=True), batch)
 
-    assert tokens == [10, 11, 12, 13]
+    assert tokens.tolist() == [10, 11, 12, 13]
 
 
 def test_top_p_zero_and_top_k_one_take_the_best_token():

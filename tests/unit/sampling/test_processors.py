@@ -47,7 +47,7 @@ def test_a_further_processor_changes_only_the_rows_it_has_a_state_for():
     tokens = [each.token_id for each in sampler.sample(RISING.expand(3, -1), rows)]
 
     assert tokens == [6, 7, 6]
-    assert processor.applied_to == [[0, 2]]
+    assert processor.applied_to == [[2, 4]]
 
 
 def test_a_further_processor_runs_after_the_built_in_ones():

@@ -89,6 +89,39 @@ def test_a_row_of_a_large_vocabulary_is_the_same_in_any_batch_on_two_threads(dty
             assert run(sampler, logits[part], requests[part], num_steps=2) == together[part]
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    first=st.lists(any_params, min_size=1, max_size=5),
+    params=any_params,
+    before=st.lists(any_params, min_size=0, max_size=3),
+    after=st.lists(any_params, min_size=0, max_size=3),
+    seed=st.integers(0, 9999),
+)
+def test_a_row_equals_that_of_a_fresh_sampler_whoever_was_there_before_and_is_beside_it(
+    first, params, before, after, seed
+):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn((5, 4099), generator=generator)
+    beside = torch.randn((len(before) + 1 + len(after), 4099), generator=generator)
+    place = len(before)
+    beside[place] = logits[0]
+    request = (params, seed, [1, 2])
+    used = Sampler(4099, frozenset({2}))
+    run(used, logits[: len(first)], [(each, i, [i]) for i, each in enumerate(first)])
+
+    found = run(
+        used,
+        beside,
+        [
+            *((each, 50 + i, [3]) for i, each in enumerate(before)),
+            request,
+            *((each, 90 + i, [4]) for i, each in enumerate(after)),
+        ],
+    )
+
+    assert [found[place]] == run(Sampler(4099, frozenset({2})), logits[:1], [request])
+
+
 def test_logits_that_are_a_view_of_something_larger_give_the_same():
     logits = torch.randn((6, 200), generator=torch.Generator().manual_seed(2))
     wider = torch.zeros(12, 300)

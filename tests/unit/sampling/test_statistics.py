@@ -65,3 +65,29 @@ def test_one_seed_draws_tokens_in_proportion_along_its_positions():
     statistic = sum((row.output_token_ids.count(i) - e) ** 2 / e for i, e in enumerate(expected))
 
     assert statistic < LIMITS[7]
+
+
+def test_a_nucleus_of_thousands_of_tokens_is_drawn_from_in_proportion():
+    vocabulary_size, num_draws = 12_000, 800
+    logits = torch.randn((1, vocabulary_size), generator=torch.Generator().manual_seed(3))
+    sampler = Sampler(vocabulary_size, frozenset())
+    rows = [sampler.make_row(SamplingParams(top_p=0.9), seed, []) for seed in range(num_draws)]
+
+    results = [
+        each
+        for start in range(0, num_draws, 200)
+        for each in sampler.sample(logits.expand(200, -1), rows[start : start + 200])
+    ]
+
+    # Eight groups of ranks of about equal mass.
+    kept = reference.kept_ids(logits[0].tolist(), top_p=0.9)
+    assert len(kept) > 5000
+    mass = torch.tensor(reference.softmax([float(logits[0, i]) for i in kept])).double()
+    group_of_rank = (mass.cumsum(dim=0) * 8).long().clamp(max=7)
+    group_of = dict(zip(kept, group_of_rank.tolist(), strict=True))
+    observed = torch.zeros(8).double()
+    for each in results:
+        observed[group_of[each.token_id]] += 1
+    expected = torch.zeros(8).double().index_add_(0, group_of_rank, mass) * num_draws
+    statistic = float(((observed - expected) ** 2 / expected).sum())
+    assert statistic < LIMITS[7]
