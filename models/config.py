@@ -108,6 +108,40 @@ class SchedulerConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """Which adapters a model has and what they may take.
+
+    Attributes:
+        path: folder with one PEFT folder per adapter; "" serves none.
+        max_rank: largest rank of an adapter that is served.
+        max_num_slots: most adapters that are resident on the device.
+        device_budget_bytes: most bytes of the resident ones.
+        host_budget_bytes: most bytes of those in host memory, resident ones included.
+        max_slot_wait_s: most seconds that a request waits for a slot, or for room in host memory.
+    """
+
+    path: str = ""
+    max_rank: int = 64
+    max_num_slots: int = 32
+    device_budget_bytes: int = 1 << 30
+    host_budget_bytes: int = 2 << 30
+    max_slot_wait_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Check ranges.
+
+        Raises:
+            ConfigError: naming the field.
+        """
+        _check_at_least("max_adapter_rank", self.max_rank, 1)
+        _check_at_least("max_num_adapter_slots", self.max_num_slots, 1)
+        _check_at_least("adapter_device_budget_bytes", self.device_budget_bytes, 1)
+        _check_at_least("adapter_host_budget_bytes", self.host_budget_bytes, 1)
+        if not self.max_slot_wait_s > 0:
+            raise ConfigError("max_adapter_wait_s", f"{self.max_slot_wait_s:g} is not above 0")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All of one engine.
 
@@ -122,6 +156,7 @@ class EngineConfig:
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     kv_cache: KVCacheConfig = dataclasses.field(default_factory=KVCacheConfig)
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
+    adapters: AdapterConfig = dataclasses.field(default_factory=AdapterConfig)
     default_max_tokens: int = 512
     logits_processors: tuple[str, ...] = ()
     prompt_logprobs_budget_bytes: int = 64 << 20

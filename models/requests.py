@@ -96,7 +96,8 @@ class GenerationRequest:
         stop: stop strings; the text ends before the first of them.
         is_stop_included: keep the stop string in the text.
         is_special_token_skipped: leave special tokens out of the text.
-        adapter: None runs the base model.
+        adapter_id: which adapter is asked for; None runs the base model.
+        adapter: the version of it that is served: set by the engine at admission, not by callers.
         cache_salt: the caller's own prefix-cache partition.
         timeout_s: seconds from arrival at the engine; None is without limit.
         num_prompt_logprobs: None reports no log probabilities of the prompt; k >= 0 reports those
@@ -117,6 +118,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     is_stop_included: bool = False
     is_special_token_skipped: bool = True
+    adapter_id: str | None = None
     adapter: AdapterRef | None = None
     cache_salt: str | None = None
     timeout_s: float | None = None

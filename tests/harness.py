@@ -1,12 +1,14 @@
 """Runs a real engine over a tiny model, with token ids for text."""
 
 import dataclasses
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from transformers import PreTrainedModel
 
-from models.config import EngineConfig, KVCacheConfig, ModelConfig, SchedulerConfig
+from models.adapters.weights import AdapterWeights
+from models.config import AdapterConfig, EngineConfig, KVCacheConfig, ModelConfig, SchedulerConfig
 from models.engine.build import EngineParts, assemble
 from models.errors import ModelServiceError
 from models.loading.compatibility import fix_longrope
@@ -60,6 +62,7 @@ def make_parts(
     max_model_len_tokens: int = 0,
     max_num_scored_positions: int = 1000,
     text: TokenText | None = None,
+    adapters: AdapterConfig | None = None,
 ) -> EngineParts:
     """Assemble an engine over ``model`` with ``num_blocks`` usable KV blocks."""
     window = plan_max_model_len(model.config, max_model_len_tokens)
@@ -87,6 +90,7 @@ def make_parts(
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
             ),
+            adapters=adapters or AdapterConfig(),
             prompt_logprobs_budget_bytes=max_num_scored_positions * 4 * vocabulary_size,
         ),
     )
@@ -126,9 +130,15 @@ Job = tuple[GenerationRequest, Sequence[int]]
 
 
 def run(
-    parts: EngineParts, jobs: Iterable[Job], *, arrivals: Mapping[str, int] | None = None
+    parts: EngineParts,
+    jobs: Iterable[Job],
+    *,
+    arrivals: Mapping[str, int] | None = None,
+    adapters: Mapping[str, AdapterWeights] | None = None,
 ) -> dict[tuple[str, int], Output]:
     """Run requests to their ends, each added before the step that ``arrivals`` names.
+
+    ``adapters`` has the weights of requests that use one, by request id.
 
     Returns:
         By (request id, choice). The engine's invariants are checked after every step.
@@ -142,7 +152,11 @@ def run(
         due = [job for job in waiting if steps.get(job[0].request_id, 0) <= step]
         waiting = [job for job in waiting if job not in due]
         for request, prompt in due:
-            engine.add(request, tuple(prompt))
+            weights = (adapters or {}).get(request.request_id)
+            if weights is not None:
+                request = dataclasses.replace(request, adapter=weights.ref)
+            prepared = engine.prepare(request, tuple(prompt), time.monotonic())
+            engine.admit(prepared, weights)
         for request_id, event in engine.step():
             if isinstance(event, ModelServiceError):
                 raise event

@@ -8,9 +8,12 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from models.adapters.lease import Lease
+from models.adapters.weights import AdapterWeights
+from models.engine.adapter_desk import AdapterDesk
 from models.engine.engine import Engine
 from models.engine.intake import PreparedRequest, TextFront
 from models.engine.stats import EngineStats
@@ -60,6 +63,7 @@ class AsyncEngine:
         text: TextFront,
         config: AsyncEngineConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        adapters: AdapterDesk | None = None,
     ) -> None:
         """Wire the front; no thread runs before ``start``.
 
@@ -68,12 +72,17 @@ class AsyncEngine:
             text: turns prompts into tokens.
             config: limits of the front; their defaults if None.
             clock: seconds; the same one that the engine has.
+            adapters: where requests get theirs; None if there are none.
         """
         self._engine = engine
         self._text = text
         self._config = config or AsyncEngineConfig()
         self._clock = clock
         self._steps = StepLoop(engine, clock)
+        self._adapters = adapters or AdapterDesk(None, None, clock)
+        self._adapters.attach(
+            self._steps.post_steering, lambda: self._steps.stats.resident_adapters
+        )
         self._places = threading.BoundedSemaphore(self._config.max_num_entering)
         self._tokenizers = ThreadPoolExecutor(
             self._config.num_tokenizer_threads, thread_name_prefix="medley-tokenize"
@@ -106,6 +115,11 @@ class AsyncEngine:
         """The tokenizer's front, for whoever spells tokens."""
         return self._text
 
+    @property
+    def adapters(self) -> AdapterDesk:
+        """The adapters of this engine."""
+        return self._adapters
+
     async def generate(
         self, request: GenerationRequest
     ) -> AsyncGenerator[list[GenerationEvent], None]:
@@ -116,7 +130,10 @@ class AsyncEngine:
         the next step.
 
         Raises:
-            RequestError: the request cannot be served as it is, or its time is over.
+            RequestError: the request cannot be served as it is, or its time is over; its adapter
+                is unknown or does not fit.
+            AdapterLoadFailedError: its adapter could not be loaded.
+            AdapterSlotTimeoutError: its adapter found no room in time.
             InvalidSamplingParamsError: neither can its parameters.
             QueueFullError: too many requests enter or wait.
             DrainingError: the engine shuts down.
@@ -133,10 +150,16 @@ class AsyncEngine:
             lambda: self.num_streams,
         )
         is_posted = False
+        lease: Lease[AdapterWeights] | None = None
         try:
             with self._entering():
-                prepared = await self._prepare(request, arrival_s)
-                self._steps.post_add(prepared, stream)
+                async with _time_limit(request):
+                    if request.adapter_id is not None:
+                        lease = await self._adapters.lease(request.adapter_id)
+                        request = dataclasses.replace(request, adapter=lease.ref)
+                    prepared = await self._prepare(request, arrival_s)
+                weights = None if lease is None else lease.weights
+                self._steps.post_add(prepared, stream, weights)
                 is_posted = True
                 admission = await stream.next_batch()
             yield admission
@@ -146,6 +169,8 @@ class AsyncEngine:
             if is_posted and not stream.is_ended:
                 self._steps.post_abort(stream)
             stream.close()
+            if lease is not None:
+                lease.release()
 
     async def shutdown(self, *, drain_timeout_s: float) -> None:
         """Refuse new requests, let open ones finish for a while, end the step thread.
@@ -162,6 +187,7 @@ class AsyncEngine:
         if not await asyncio.to_thread(self._steps.join, patience_s):
             _logger.error("the step thread did not end within %.0f s", patience_s)
         self._tokenizers.shutdown(wait=False)
+        await asyncio.to_thread(self._adapters.close)
 
     @contextlib.contextmanager
     def _entering(self) -> Iterator[None]:
@@ -174,18 +200,24 @@ class AsyncEngine:
             self._places.release()
 
     async def _prepare(self, request: GenerationRequest, arrival_s: float) -> PreparedRequest:
-        """Tokenise and check off the event loop; a request's own time limit holds here too."""
+        """Tokenise and check off the event loop."""
         loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(request.timeout_s):
-                return await loop.run_in_executor(
-                    self._tokenizers, self._tokenize_and_prepare, request, arrival_s
-                )
-        except TimeoutError:
-            raise DeadlineExceededError(request.timeout_s or 0.0) from None
+        return await loop.run_in_executor(
+            self._tokenizers, self._tokenize_and_prepare, request, arrival_s
+        )
 
     def _tokenize_and_prepare(
         self, request: GenerationRequest, arrival_s: float
     ) -> PreparedRequest:
         prompt_token_ids = self._text.encode(request.prompt)
         return self._engine.prepare(request, prompt_token_ids, arrival_s)
+
+
+@contextlib.asynccontextmanager
+async def _time_limit(request: GenerationRequest) -> AsyncIterator[None]:
+    """Hold a request's own time limit while it waits for its adapter and is tokenised."""
+    try:
+        async with asyncio.timeout(request.timeout_s):
+            yield
+    except TimeoutError:
+        raise DeadlineExceededError(request.timeout_s or 0.0) from None

@@ -13,6 +13,8 @@ import torch
 from models.attention.backend import attach
 from models.attention.matmul import MatmulAttention
 from models.config import EngineConfig, ModelConfig
+from models.engine.adapter_build import AdapterParts, build_adapter_desk, build_adapter_parts
+from models.engine.adapter_uses import AdapterUses
 from models.engine.async_engine import AsyncEngine
 from models.engine.engine import Engine
 from models.engine.intake import EngineLimits, TextFront
@@ -52,6 +54,7 @@ class EngineParts:
         kv_plan: size of the KV pool.
         row_policy: how products are kept row-independent.
         self_check_error: relative error of logits that the self-check found.
+        adapters: what serves adapters, None if the configuration has none.
     """
 
     engine: Engine
@@ -60,6 +63,7 @@ class EngineParts:
     kv_plan: KVCachePlan
     row_policy: RowPolicy
     self_check_error: float
+    adapters: AdapterParts | None
 
 
 def build_engine(config: EngineConfig, *, cache_folder: Path, progress: Progress) -> AsyncEngine:
@@ -99,7 +103,9 @@ def build_engine(config: EngineConfig, *, cache_folder: Path, progress: Progress
         f"KV cache: {parts.kv_plan.num_blocks} blocks of {parts.kv_plan.block_size_tokens} tokens, "
         f"{parts.kv_plan.num_tokens} tokens in all, {parts.kv_plan.total_bytes / 2**20:.0f} MiB"
     )
-    return AsyncEngine(parts.engine, text)
+    modules = parts.adapters.modules if parts.adapters is not None else ()
+    desk = build_adapter_desk(loaded, modules, config.adapters, config.model)
+    return AsyncEngine(parts.engine, text, adapters=desk)
 
 
 def assemble(
@@ -129,9 +135,16 @@ def assemble(
     pool = _allocate(plan, loaded)
     backend = MatmulAttention(pool, product_dtype(loaded.dtype, loaded.model.device))
     attach(loaded.model, backend)
-    forward = PackedForward(loaded.model, pool, backend, policy)
+    adapters = build_adapter_parts(loaded, config.adapters)
+    layers = adapters.layers if adapters is not None else None
+    forward = PackedForward(loaded.model, pool, backend, policy, layers)
     error = check_model(loaded.model, forward, pool, name=config.model.model_id)
-    runner = ModelRunner(forward, Sampler(loaded.vocabulary_size, text.eos_token_ids, processors))
+    sampler = Sampler(loaded.vocabulary_size, text.eos_token_ids, processors)
+    runner = ModelRunner(forward, sampler, adapters.store if adapters is not None else None)
+    seats, uses = None, None
+    if adapters is not None:
+        seats = adapters.seats
+        uses = AdapterUses(runner, seats, config.adapters.device_budget_bytes)
     blocks = BlockManager(
         plan.num_blocks,
         plan.block_size_tokens,
@@ -142,6 +155,7 @@ def assemble(
             config.scheduler,
             blocks,
             plan_num_scored_positions(config.prompt_logprobs_budget_bytes, loaded.vocabulary_size),
+            seats,
         ),
         blocks,
         runner,
@@ -153,10 +167,12 @@ def assemble(
             max_model_len_tokens=loaded.max_model_len_tokens,
             default_max_tokens=config.default_max_tokens,
             max_num_choices=config.scheduler.max_num_choices,
+            max_slot_wait_s=config.adapters.max_slot_wait_s,
         ),
         clock,
+        uses,
     )
-    return EngineParts(engine, runner, blocks, plan, policy, error)
+    return EngineParts(engine, runner, blocks, plan, policy, error, adapters)
 
 
 def available_memory_bytes(device: str) -> int:

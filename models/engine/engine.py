@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from models.adapters.ledger import AdapterCost
+from models.adapters.weights import AdapterWeights
+from models.engine.adapter_uses import AdapterUses
 from models.engine.intake import (
     EngineLimits,
     Intake,
@@ -19,6 +22,7 @@ from models.engine.intake import (
 from models.engine.open_request import OpenChoice, OpenRequest
 from models.engine.stats import EngineStats
 from models.errors import (
+    AdapterSlotTimeoutError,
     DeadlineExceededError,
     InvalidRequestError,
     ModelServiceError,
@@ -75,6 +79,7 @@ class Engine:
         text: TextFront,
         limits: EngineLimits,
         clock: Callable[[], float] = time.monotonic,
+        adapters: AdapterUses | None = None,
     ) -> None:
         """Wire an engine; nothing runs.
 
@@ -85,7 +90,9 @@ class Engine:
             text: makes detokenizers.
             limits: what requests are checked against.
             clock: seconds; deadlines and step times follow it.
+            adapters: None if none are served; requests then have none.
         """
+        self._adapters = adapters
         self._scheduler = scheduler
         self._blocks = blocks
         self._runner = runner
@@ -156,11 +163,16 @@ class Engine:
         """
         return self.admit(self.prepare(request, prompt_token_ids, self._clock()))
 
-    def admit(self, prepared: PreparedRequest) -> Admission:
+    def admit(self, prepared: PreparedRequest, adapter: AdapterWeights | None = None) -> Admission:
         """Give a prepared request its place in the queue.
+
+        Args:
+            prepared: what it is.
+            adapter: weights of ``prepared.request.adapter``.
 
         Raises:
             InvalidRequestError: its id is in use.
+            AdapterIncompatibleError: its adapter is larger than all slots together.
             DeadlineExceededError: its time is over already.
             QueueFullError: too many requests wait.
         """
@@ -171,17 +183,23 @@ class Engine:
             raise InvalidRequestError("request_id", f"'{request.request_id}' is in use")
         if prepared.deadline_s <= self._clock():
             raise DeadlineExceededError(request.timeout_s or 0.0)
+        cost = None
+        if adapter is not None:
+            assert self._adapters is not None
+            cost = self._adapters.check_cost(adapter)
         # Whoever wants log probabilities of the prompt computes all of it.
         readable = prepared.prompt_token_ids if request.num_prompt_logprobs is None else ()
         num_cached_tokens = self._blocks.match_prefix(prepared.namespace, readable)
         sequences = {
-            choice.output.choice: self._new_sequence(prepared, choice)
+            choice.output.choice: self._new_sequence(prepared, choice, cost)
             for choice in prepared.choices_to_run
         }
         if sequences:
             self._scheduler.add_group(tuple(sequences.values()))
         # Nothing has been recorded up to here: a refused request leaves no trace.
         self._open(prepared, sequences)
+        if self._adapters is not None and adapter is not None and sequences:
+            self._adapters.add_user(adapter)
         self._is_blocked = False
         self._num_prompt_tokens += len(prepared.prompt_token_ids)
         return Admission(
@@ -200,6 +218,11 @@ class Engine:
         if opened is not None:
             self._scheduler.abort_group(request_id)
             self._close(opened)
+
+    @property
+    def adapters(self) -> AdapterUses | None:
+        """Adapters that open requests use; None if none are served."""
+        return self._adapters
 
     def step(self) -> list[EngineOutput]:
         """Apply deadlines, then plan, execute and record one forward pass.
@@ -248,6 +271,7 @@ class Engine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
             num_preemptions=self._scheduler.num_preemptions,
+            resident_adapters=() if self._adapters is None else self._adapters.resident_refs,
             plan_s=self._plan_s,
             execute_s=self._execute_s,
             post_s=self._post_s,
@@ -269,7 +293,9 @@ class Engine:
         if not self._requests and self._blocks.num_free_blocks != self._blocks.num_blocks:
             raise RuntimeError("blocks are held although no request is open")
 
-    def _new_sequence(self, prepared: PreparedRequest, choice: PreparedChoice) -> Sequence:
+    def _new_sequence(
+        self, prepared: PreparedRequest, choice: PreparedChoice, cost: AdapterCost | None
+    ) -> Sequence:
         request = prepared.request
         return Sequence(
             seq_id=next(self._seq_ids),
@@ -282,12 +308,15 @@ class Engine:
             output_token_ids=list(choice.emitted_token_ids),
             # The first choice tells what holds for all.
             num_prompt_logprobs=request.num_prompt_logprobs if choice.output.choice == 0 else None,
+            adapter_cost=cost,
         )
 
     def _open(self, prepared: PreparedRequest, sequences: dict[int, Sequence]) -> None:
         """Record an admitted request; what had ended before it was resumed is said at once."""
         request_id = prepared.request.request_id
         opened = OpenRequest(prepared, list(sequences.values()), len(sequences), 0)
+        if prepared.request.adapter is not None:
+            opened.slot_deadline_s = prepared.arrival_s + self._limits.max_slot_wait_s
         for choice in prepared.choices:
             if choice.end is not None:
                 opened.num_ended_tokens += len(choice.emitted_token_ids)
@@ -297,7 +326,9 @@ class Engine:
                 self._choices[sequence.seq_id] = OpenChoice(sequence, choice.output, opened)
         if sequences:
             self._requests[request_id] = opened
-            self._next_deadline_s = min(self._next_deadline_s, prepared.deadline_s)
+            self._next_deadline_s = min(
+                self._next_deadline_s, prepared.deadline_s, opened.slot_deadline_s
+            )
         else:
             self._outputs.append((request_id, GenerationEnd(opened.usage())))
 
@@ -360,9 +391,30 @@ class Engine:
             if opened.prepared.deadline_s <= now_s:
                 error = DeadlineExceededError(opened.prepared.request.timeout_s or 0.0)
                 self._fail(opened, error, outputs)
+            elif opened.slot_deadline_s <= now_s:
+                self._expire_slot_wait(opened, outputs)
         self._next_deadline_s = min(
-            (opened.prepared.deadline_s for opened in self._requests.values()), default=math.inf
+            (
+                min(opened.prepared.deadline_s, opened.slot_deadline_s)
+                for opened in self._requests.values()
+            ),
+            default=math.inf,
         )
+
+    def _expire_slot_wait(self, opened: OpenRequest, outputs: list[EngineOutput]) -> None:
+        """End a request that still has no slot for its adapter; one that runs is not asked again.
+
+        One that waits for other reasons (blocks, its turn) is looked at again after as long.
+        """
+        adapter = opened.prepared.request.adapter
+        assert adapter is not None
+        if opened.is_waiting_for_slot:
+            error = AdapterSlotTimeoutError(adapter.id, self._limits.max_slot_wait_s)
+            self._fail(opened, error, outputs)
+        elif opened.has_run:
+            opened.slot_deadline_s = math.inf
+        else:
+            opened.slot_deadline_s = self._clock() + self._limits.max_slot_wait_s
 
     def _fail_row(self, opened: OpenRequest, reason: str, outputs: list[EngineOutput]) -> None:
         """End a request because the logits of one of its rows are of no use."""
@@ -382,6 +434,9 @@ class Engine:
     def _close(self, opened: OpenRequest) -> None:
         """Forget a request whose sequences the scheduler has given up."""
         del self._requests[opened.prepared.request.request_id]
+        adapter = opened.prepared.request.adapter
+        if self._adapters is not None and adapter is not None:
+            self._adapters.remove_user(adapter)
         for sequence in opened.sequences:
             self._choices.pop(sequence.seq_id, None)
         self._is_blocked = False

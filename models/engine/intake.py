@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
+from models.config import AdapterConfig
 from models.engine.choice import ChoiceOutput, Detokenizer
 from models.errors import (
     ContextLengthExceededError,
@@ -54,6 +55,7 @@ class EngineLimits:
         max_model_len_tokens: the model's window: most tokens of prompt and output together.
         default_max_tokens: new tokens when a request names no limit.
         max_num_choices: most choices of one request.
+        max_slot_wait_s: most seconds that a request waits for a slot for its adapter.
     """
 
     model_id: str
@@ -62,6 +64,7 @@ class EngineLimits:
     max_model_len_tokens: int
     default_max_tokens: int
     max_num_choices: int
+    max_slot_wait_s: float = AdapterConfig().max_slot_wait_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from models.requests import AdapterRef
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
@@ -23,6 +25,7 @@ class EngineStats:
         num_prompt_tokens: prompt tokens of all admitted requests.
         num_generated_tokens: tokens drawn.
         num_preemptions: times a sequence lost its blocks and had to wait again.
+        resident_adapters: adapters that have a device slot.
         plan_s: seconds spent on deadlines and planning.
         execute_s: seconds spent in the runner.
         post_s: seconds spent on recording results, stopping and text.
@@ -38,6 +41,7 @@ class EngineStats:
     num_prompt_tokens: int
     num_generated_tokens: int
     num_preemptions: int
+    resident_adapters: tuple[AdapterRef, ...]
     plan_s: float
     execute_s: float
     post_s: float

@@ -14,6 +14,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from models.adapters.weights import AdapterWeights
+from models.engine.adapter_uses import AdapterUses
 from models.engine.engine import Engine
 from models.engine.intake import PreparedRequest
 from models.engine.stats import EngineStats
@@ -40,6 +42,7 @@ class _Phase(enum.Enum):
 class _Add:
     prepared: PreparedRequest
     stream: EventStream
+    adapter: AdapterWeights | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,15 +51,24 @@ class _Abort:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Steer:
+    run: Callable[[AdapterUses], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Shutdown:
     deadline_s: float
+
+
+_Command = _Add | _Abort | _Steer | _Shutdown
 
 
 class StepLoop:
     """Runs an engine on a thread of its own until it is told to stop or a step fails.
 
-    The inbox is bounded by construction: it holds at most one add and one abort per stream, and
-    the front limits the streams that are not admitted yet, the scheduler those that are.
+    The inbox is bounded by construction: it holds at most one add and one abort per stream (and
+    what operators ask for), and the front limits the streams that are not admitted yet, the
+    scheduler those that are.
 
     The thread is a daemon: a process that ends without ``begin_shutdown`` must not hang on it.
     An orderly end goes through ``begin_shutdown`` and ``join``.
@@ -71,7 +83,7 @@ class StepLoop:
     def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
         self._engine = engine
         self._clock = clock
-        self._inbox: queue.SimpleQueue[_Add | _Abort | _Shutdown] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._streams: dict[str, EventStream] = {}
         self._is_draining = False
         self._drain_deadline_s = math.inf
@@ -137,19 +149,37 @@ class StepLoop:
         if stalled_s > stall_timeout_s:
             raise EngineDeadError(f"no step was finished in {stalled_s:.0f} s")
 
-    def post_add(self, prepared: PreparedRequest, stream: EventStream) -> None:
+    def post_add(
+        self,
+        prepared: PreparedRequest,
+        stream: EventStream,
+        adapter: AdapterWeights | None = None,
+    ) -> None:
         """Hand over a request; its admission or an error comes through the stream.
+
+        Args:
+            prepared: what it is.
+            stream: where its events go.
+            adapter: weights of its adapter.
 
         Raises:
             DrainingError, EngineDeadError: as ``check_open``; the stream gets nothing.
         """
         with self._lock:
             self.check_open()
-            self._inbox.put(_Add(prepared, stream))
+            self._inbox.put(_Add(prepared, stream, adapter))
 
     def post_abort(self, stream: EventStream) -> None:
         """Say that a stream's consumer has left. Idempotent, and harmless if it has ended."""
         self._inbox.put(_Abort(stream))
+
+    def post_steering(self, run: Callable[[AdapterUses], None]) -> None:
+        """Have something quick done to the adapters, before the next step; never, if it ended.
+
+        Args:
+            run: must not raise.
+        """
+        self._inbox.put(_Steer(run))
 
     def begin_shutdown(self, drain_timeout_s: float) -> None:
         """Take no new requests, and end the thread once all are done or the time is over.
@@ -205,9 +235,9 @@ class StepLoop:
             self._deliver([(self._streams[request_id], event) for request_id, event in events])
         self._stats = self._engine.stats()
 
-    def _receive(self) -> list[_Add | _Abort | _Shutdown]:
+    def _receive(self) -> list[_Command]:
         """Return what was posted; sleeps first while there is nothing to run."""
-        commands: list[_Add | _Abort | _Shutdown] = []
+        commands: list[_Command] = []
         try:
             if self._engine.is_runnable:
                 commands.append(self._inbox.get_nowait())
@@ -218,7 +248,7 @@ class StepLoop:
         except queue.Empty:
             return commands
 
-    def _sleep(self) -> _Add | _Abort | _Shutdown:
+    def _sleep(self) -> _Command:
         """Wait for a command, or for a deadline (which raises queue.Empty)."""
         self._is_working = self._engine.has_work
         try:
@@ -234,24 +264,25 @@ class StepLoop:
             return None
         return min(max(deadline_s - self._clock(), 0.0), threading.TIMEOUT_MAX)
 
-    def _apply(self, command: _Add | _Abort | _Shutdown, admissions: list[_Delivery]) -> None:
+    def _apply(self, command: _Command, admissions: list[_Delivery]) -> None:
         match command:
-            case _Add(prepared, stream):
-                admissions.append((stream, self._admit(prepared, stream)))
+            case _Add(_, stream, _):
+                admissions.append((stream, self._admit(command)))
+            case _Steer(run):
+                if self._engine.adapters is not None:
+                    run(self._engine.adapters)
             case _Abort(stream):
                 self._abort(stream)
             case _Shutdown(deadline_s):
                 self._is_draining = True
                 self._drain_deadline_s = min(self._drain_deadline_s, deadline_s)
 
-    def _admit(
-        self, prepared: PreparedRequest, stream: EventStream
-    ) -> GenerationEvent | ModelServiceError:
+    def _admit(self, command: _Add) -> GenerationEvent | ModelServiceError:
         try:
-            admission = self._engine.admit(prepared)
+            admission = self._engine.admit(command.prepared, command.adapter)
         except ModelServiceError as error:
             return error
-        self._streams[stream.request_id] = stream
+        self._streams[command.stream.request_id] = command.stream
         return admission
 
     def _abort(self, stream: EventStream) -> None:

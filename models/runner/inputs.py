@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from models.attention.layout import KEY_MULTIPLE_TOKENS, DecodeGroup, PrefillSegment, StepLayout
+from models.runner.adapter_layout import AdapterLayout, AdapterRows, make_adapter_layout
 from models.scheduling.step_plan import ScheduledSequence
 
 # A group of decode rows is padded to its longest table; a row joins the group only if its own
@@ -26,12 +27,14 @@ class PackedInputs:
         positions: [1, P] int64.
         layout: where the T real rows belong.
         last_rows: for each part, in the order given, the row of its last token.
+        adapters: which rows use which adapter slots; None if all use the base model.
     """
 
     token_ids: Tensor
     positions: Tensor
     layout: StepLayout
     last_rows: tuple[int, ...]
+    adapters: AdapterLayout | None
 
 
 def split_parts(
@@ -82,6 +85,7 @@ def pack(
     block_size: int,
     null_block_id: int,
     multiple: int,
+    max_group_rows: int = 32,
     device: torch.device,
 ) -> PackedInputs:
     """Pack parts into one row: decodes first, longest table first, then the chunks.
@@ -91,6 +95,7 @@ def pack(
         block_size: tokens of a KV block.
         null_block_id: pads block tables.
         multiple: P is a multiple of this.
+        max_group_rows: most rows of a group that uses one adapter slot.
         device: where the tensors go.
     """
     step = KEY_MULTIPLE_TOKENS // math.gcd(KEY_MULTIPLE_TOKENS, block_size)
@@ -140,6 +145,19 @@ def pack(
         positions=torch.tensor([positions + padding], device=device),
         layout=layout,
         last_rows=tuple(last_rows),
+        adapters=make_adapter_layout(
+            [
+                AdapterRows(
+                    slot=part.slot,
+                    row_start=last_rows[index] + 1 - len(part.token_ids),
+                    num_rows=len(part.token_ids),
+                )
+                for index, part in enumerate(parts)
+                if part.slot is not None
+            ],
+            max_group_rows=max_group_rows,
+            device=device,
+        ),
     )
 
 

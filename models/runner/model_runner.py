@@ -7,7 +7,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from models.requests import TokenLogprob
+from models.adapters.ledger import AdapterCost
+from models.adapters.store import AdapterStore
+from models.adapters.weights import AdapterWeights
+from models.requests import AdapterRef, TokenLogprob
 from models.runner.inputs import split_parts
 from models.runner.packed_forward import PackedForward
 from models.scheduling.step_plan import (
@@ -45,9 +48,20 @@ class ModelRunner:
     Owner: the step thread.
     """
 
-    def __init__(self, forward: PackedForward, sampler: Sampler) -> None:
+    def __init__(
+        self, forward: PackedForward, sampler: Sampler, adapters: AdapterStore | None = None
+    ) -> None:
+        """Wire a runner.
+
+        Args:
+            forward: one pass of the model.
+            sampler: draws.
+            adapters: slots that plans place adapters in; None if there are none.
+        """
         self._forward = forward
         self._sampler = sampler
+        self._adapters = adapters
+        self._held: dict[AdapterRef, AdapterWeights] = {}
         self._rows: dict[int, _Row] = {}
 
     @property
@@ -55,12 +69,28 @@ class ModelRunner:
         """Sequences whose state is held."""
         return len(self._rows)
 
+    def adapter_cost(self, weights: AdapterWeights) -> AdapterCost:
+        """Return what an adapter takes in a slot of the store."""
+        assert self._adapters is not None
+        return self._adapters.cost(weights)
+
+    def hold_adapter(self, weights: AdapterWeights) -> None:
+        """Keep the weights of an adapter that plans may place from now on. Idempotent."""
+        self._held[weights.ref] = weights
+
+    def drop_adapter(self, ref: AdapterRef) -> None:
+        """Let go of weights that no plan will place; what is in a slot stays there."""
+        self._held.pop(ref, None)
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the plan; blocks until its tokens are drawn.
 
         A sequence whose logits cannot be sampled, or do not score its prompt, gets ``error``; the
         others do not notice.
         """
+        for placement in plan.placements:
+            assert self._adapters is not None
+            self._adapters.write_(placement.slot, self._held[placement.ref])
         for seq_id in plan.leaving:
             self._rows.pop(seq_id, None)
         for joining in plan.joining:

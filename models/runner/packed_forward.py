@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from models.attention.backend import AttentionBackend
 from models.kv_cache.store import KVCachePool
+from models.runner.adapter_layers import AdapterLayers
 from models.runner.inputs import PackedInputs, pack
-from models.runner.row_stability import RowPolicy
+from models.runner.row_stability import LARGEST_TILE_ROWS, RowPolicy
 from models.scheduling.step_plan import ScheduledSequence
 
 
@@ -28,11 +29,22 @@ class PackedForward:
         pool: KVCachePool,
         backend: AttentionBackend,
         policy: RowPolicy,
+        adapters: AdapterLayers | None = None,
     ) -> None:
+        """Wire a forward pass.
+
+        Args:
+            model: its attention is ``backend``.
+            pool: that the backend reads and writes.
+            backend: told the layout of every step.
+            policy: how rows are padded.
+            adapters: hooks on the model's modules; None if it has none.
+        """
         self._model = model
         self._pool = pool
         self._backend = backend
         self.policy = policy
+        self._adapters = adapters
         self._device = model.device
         self._can_slice_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -43,6 +55,7 @@ class PackedForward:
             block_size=self._pool.plan.block_size_tokens,
             null_block_id=self._pool.null_block_id,
             multiple=self.policy.multiple,
+            max_group_rows=self.policy.smallest_tile_rows or LARGEST_TILE_ROWS,
             device=self._device,
         )
 
@@ -58,6 +71,8 @@ class PackedForward:
             [len(rows), V] in the dtype of the model's head, or None if ``rows`` is empty.
         """
         self._backend.begin_step(inputs.layout)
+        if self._adapters is not None:
+            self._adapters.begin_step(inputs.adapters)
         wanted = list(rows) or [0]
         padded = wanted + wanted[:1] * (-len(wanted) % self.policy.multiple)
         index = torch.tensor(padded, device=self._device)

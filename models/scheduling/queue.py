@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterator
 
 from models.scheduling.sequence import Sequence
 
 
 class WaitingQueue:
-    """First come, first served; every operation is O(1).
+    """First come, first served; every operation is O(1) but for the one named.
 
-    A request's choices stand next to each other, in order. A preempted sequence returns to the
-    front: it is older than all that wait, and those preempted in one step come youngest first,
-    so the queue stays sorted by age.
+    A request's choices stand next to each other, in order. A preempted sequence returns to where
+    its age puts it: to the front, unless it had overtaken one that waits for an adapter's slot.
 
     Owner: step thread.
     Invariants: ``arrival_order`` rises from head to tail.
@@ -41,20 +41,22 @@ class WaitingQueue:
             self._sequences[sequence.seq_id] = sequence
         self._num_waiting_by_request[sequences[0].request_id] = len(sequences)
 
-    def push_front(self, sequence: Sequence) -> None:
-        """Put a preempted sequence before all others."""
+    def put_back(self, sequence: Sequence) -> None:
+        """Put a preempted sequence before all that are younger; O(n) of those that are older."""
+        older = list(
+            itertools.takewhile(
+                lambda waiting: waiting.arrival_order < sequence.arrival_order,
+                self._sequences.values(),
+            )
+        )
         self._sequences[sequence.seq_id] = sequence
-        self._sequences.move_to_end(sequence.seq_id, last=False)
+        for each in (sequence, *reversed(older)):
+            self._sequences.move_to_end(each.seq_id, last=False)
 
-    def peek(self) -> Sequence | None:
-        """Return the sequence whose turn it is."""
-        return next(iter(self._sequences.values()), None)
-
-    def pop(self) -> Sequence:
-        """Take out the sequence whose turn it is; its request counts as admitted from now on."""
-        _, sequence = self._sequences.popitem(last=False)
+    def admit(self, sequence: Sequence) -> None:
+        """Take out a sequence that runs now; its request counts as admitted from now on."""
+        del self._sequences[sequence.seq_id]
         self._num_waiting_by_request.pop(sequence.request_id, None)
-        return sequence
 
     def remove(self, seq_id: int) -> Sequence | None:
         """Take out a sequence wherever it stands; None if it does not wait here."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections.abc
-import dataclasses
 import itertools
 
 from models.config import SchedulerConfig
 from models.errors import InvalidRequestError, OutOfBlocksError, QueueFullError
 from models.kv_cache.ledger import BlockManager
 from models.kv_cache.prefix_index import ChainNamespace, GroupNamespace
+from models.scheduling.adapter_seats import AdapterSeats
+from models.scheduling.draft import DraftPlan, RequestGroup
 from models.scheduling.queue import WaitingQueue
 from models.scheduling.sequence import Sequence, SequenceStatus
 from models.scheduling.step_plan import (
@@ -22,33 +23,6 @@ from models.scheduling.step_plan import (
 )
 
 
-@dataclasses.dataclass(slots=True)
-class _Group:
-    """The unfinished choices of one request.
-
-    Attributes:
-        members: by seq_id, lowest choice first.
-        namespace: where their prompt KV is shared.
-        is_leader_needed: the others wait until one of them has computed the prompt.
-        leader_seq_id: who is computing the prompt now.
-    """
-
-    members: dict[int, Sequence]
-    namespace: ChainNamespace
-    is_leader_needed: bool
-    leader_seq_id: int | None = None
-
-
-@dataclasses.dataclass(slots=True)
-class _Draft:
-    """A plan in the making: what it may still take and what it has taken."""
-
-    num_tokens_left: int
-    num_scored_left: int
-    rows: list[ScheduledSequence] = dataclasses.field(default_factory=list)
-    joining: list[JoiningSequence] = dataclasses.field(default_factory=list)
-
-
 class Scheduler:
     """Continuous batching over one block ledger.
 
@@ -59,7 +33,8 @@ class Scheduler:
     Admission is first come, first served. A sequence gets the blocks of all its tokens and of one
     more at once, and only if one further block per running sequence stays free: otherwise those
     that run would soon have to preempt what was just admitted. The head of the queue is never
-    overtaken, and a lone sequence always fits, so nothing starves.
+    overtaken, and a lone sequence always fits, so nothing starves. One exception: whoever waits
+    for the slot of an adapter is passed over a bounded number of times (``AdapterSeats``).
 
     When a decode finds no block, the youngest running sequence is preempted: it gives back its
     blocks, keeps its tokens and runs them again later, behind nobody younger.
@@ -73,13 +48,18 @@ class Scheduler:
     oldest sequence first; a sequence for which none is left pauses and holds up nobody.
 
     Owner: step thread.
-    Invariants: running and waiting sequences are each sorted by age and no waiting one is older
-    than a running one; exactly the running ones hold blocks, and exactly they are known to the
-    runner once it has been told who leaves.
+    Invariants: running sequences are sorted by admission and waiting ones by age; where there are
+    no adapters the two are one order, and no waiting one is older than a running one; exactly the
+    running ones hold blocks and slots, and exactly they are known to the runner once it has been
+    told who leaves.
     """
 
     def __init__(
-        self, config: SchedulerConfig, blocks: BlockManager, max_num_scored_positions: int
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        max_num_scored_positions: int,
+        seats: AdapterSeats | None = None,
     ) -> None:
         """Start with nothing to run.
 
@@ -88,14 +68,16 @@ class Scheduler:
             blocks: ledger of the KV pool.
             max_num_scored_positions: most positions of a step whose logits give log probabilities
                 of a prompt, at least 1. It bounds the memory of their logits.
+            seats: slots for adapters; None if no sequence has one.
         """
         self._config = config
         self._blocks = blocks
         self._max_num_scored_positions = max_num_scored_positions
+        self._seats = seats
         self._queue = WaitingQueue()
         # oldest first: whoever is admitted is younger than all that run
         self._running: dict[int, Sequence] = {}
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, RequestGroup] = {}
         self._leaving: list[int] = []
         self._plan_in_flight: StepPlan | None = None
         self._arrivals = itertools.count()
@@ -150,7 +132,7 @@ class Scheduler:
         if not self._blocks.is_prefix_caching_enabled:
             namespace = GroupNamespace(first.request_id, first.namespace)
         has_full_block_to_share = first.num_prompt_tokens > self._blocks.block_size_tokens
-        self._groups[first.request_id] = _Group(
+        self._groups[first.request_id] = RequestGroup(
             members={sequence.seq_id: sequence for sequence in sequences},
             namespace=namespace,
             is_leader_needed=len(sequences) > 1
@@ -197,7 +179,7 @@ class Scheduler:
         """
         if self._plan_in_flight is not None:
             raise RuntimeError(f"step {self._plan_in_flight.step_id} has not been applied")
-        draft = _Draft(self._config.max_num_batched_tokens, self._max_num_scored_positions)
+        draft = DraftPlan(self._config.max_num_batched_tokens, self._max_num_scored_positions)
         self._plan_decodes(draft)
         self._plan_prefills(draft)
         # After a preemption nobody is admitted: the victim is next in turn, and it needs at least
@@ -210,6 +192,7 @@ class Scheduler:
             sequences=tuple(draft.rows),
             joining=tuple(draft.joining),
             leaving=tuple(self._leaving),
+            placements=self._seats.take_placements() if self._seats is not None else (),
         )
         self._leaving.clear()
         return self._plan_in_flight
@@ -249,9 +232,7 @@ class Scheduler:
             RuntimeError: what is wrong.
         """
         self._blocks.check_invariants()
-        ages = [sequence.arrival_order for sequence in (*self._running.values(), *self._queue)]
-        if ages != sorted(set(ages)):
-            raise RuntimeError("running and waiting sequences are not in the order of age")
+        self._check_order()
         if len(self._running) > self._config.max_num_seqs:
             raise RuntimeError("too many sequences run")
         for sequence in self._running.values():
@@ -269,6 +250,14 @@ class Scheduler:
         if members != {*self._running, *(sequence.seq_id for sequence in self._queue)}:
             raise RuntimeError("groups and sequences disagree")
 
+    def _check_order(self) -> None:
+        ages = [sequence.arrival_order for sequence in (*self._running.values(), *self._queue)]
+        if self._seats is not None:
+            self._seats.check_invariants(list(self._running.values()))
+            ages = ages[len(self._running) :]
+        if ages != sorted(set(ages)):
+            raise RuntimeError("running and waiting sequences are not in the order of age")
+
     def _check_fits_pool(self, sequence: Sequence) -> None:
         num_output_tokens = sequence.params.max_tokens
         if num_output_tokens > 0:
@@ -277,7 +266,7 @@ class Scheduler:
         if num_needed > self._blocks.num_blocks:
             raise OutOfBlocksError(num_needed, self._blocks.num_blocks)
 
-    def _plan_decodes(self, draft: _Draft) -> None:
+    def _plan_decodes(self, draft: DraftPlan) -> None:
         # Oldest first, so that a victim (the youngest) has never been scheduled before.
         for sequence in tuple(self._running.values()):
             if (
@@ -287,53 +276,73 @@ class Scheduler:
             ):
                 self._schedule(draft, sequence)
 
-    def _plan_prefills(self, draft: _Draft) -> None:
+    def _plan_prefills(self, draft: DraftPlan) -> None:
         for sequence in self._running.values():
             if draft.num_tokens_left == 0:
                 return
             if sequence.num_uncomputed_tokens > 1:
                 self._schedule(draft, sequence)
 
-    def _admit(self, draft: _Draft) -> None:
-        while draft.num_tokens_left > 0 and len(self._running) < self._config.max_num_seqs:
-            sequence = self._queue.peek()
-            if sequence is None:
+    def _admit(self, draft: DraftPlan) -> None:
+        passed_over: list[Sequence] = []
+        for sequence in tuple(self._queue):
+            if draft.num_tokens_left == 0 or len(self._running) == self._config.max_num_seqs:
                 return
+            if passed_over and self._seats is not None:
+                if not self._seats.may_be_passed_over(passed_over[0]):
+                    return
+                if self._seats.needs_new_slot(sequence):
+                    continue
             group = self._groups[sequence.request_id]
             if group.is_leader_needed and group.leader_seq_id is not None:
                 return
-            num_cached_tokens = self._blocks.try_allocate(
-                sequence.seq_id,
-                group.namespace,
-                # no more than these are looked for in the prefix index, and one that is computed
-                sequence.token_ids[: sequence.num_reusable_tokens + 1],
-                sequence.num_tokens + (sequence.params.max_tokens > 0),
-                num_blocks_to_spare=len(self._running),
-            )
+            num_cached_tokens = self._try_allocate(sequence, group)
             if num_cached_tokens is None:
                 return
-            self._queue.pop()
-            if sequence.status is SequenceStatus.WAITING:
-                sequence.num_cached_tokens = min(num_cached_tokens, sequence.num_prompt_tokens)
-            sequence.transition_to(SequenceStatus.RUNNING)
-            sequence.num_computed_tokens = num_cached_tokens
-            self._running[sequence.seq_id] = sequence
-            if group.is_leader_needed:
-                group.leader_seq_id = sequence.seq_id
-            draft.joining.append(
-                JoiningSequence(
-                    seq_id=sequence.seq_id,
-                    sampling=sequence.params,
-                    seed=sequence.seed,
-                    prompt_token_ids=sequence.prompt_token_ids,
-                    output_token_ids=tuple(sequence.output_token_ids),
-                    adapter=sequence.adapter,
-                    num_prompt_logprobs=sequence.num_prompt_logprobs,
-                )
-            )
-            self._schedule(draft, sequence)
+            if self._seats is not None and not self._seats.try_take(sequence):
+                self._blocks.free(sequence.seq_id, is_content_valid=True)
+                passed_over.append(sequence)
+                continue
+            for each in passed_over:
+                each.num_overtakes += 1
+            self._start(draft, sequence, group, num_cached_tokens)
 
-    def _schedule(self, draft: _Draft, sequence: Sequence) -> None:
+    def _try_allocate(self, sequence: Sequence, group: RequestGroup) -> int | None:
+        return self._blocks.try_allocate(
+            sequence.seq_id,
+            group.namespace,
+            # no more than these are looked for in the prefix index, and one that is computed
+            sequence.token_ids[: sequence.num_reusable_tokens + 1],
+            sequence.num_tokens + (sequence.params.max_tokens > 0),
+            num_blocks_to_spare=len(self._running),
+        )
+
+    def _start(
+        self, draft: DraftPlan, sequence: Sequence, group: RequestGroup, num_cached_tokens: int
+    ) -> None:
+        """Let a sequence run that has its blocks and its slot."""
+        self._queue.admit(sequence)
+        if sequence.status is SequenceStatus.WAITING:
+            sequence.num_cached_tokens = min(num_cached_tokens, sequence.num_prompt_tokens)
+        sequence.transition_to(SequenceStatus.RUNNING)
+        sequence.num_computed_tokens = num_cached_tokens
+        self._running[sequence.seq_id] = sequence
+        if group.is_leader_needed:
+            group.leader_seq_id = sequence.seq_id
+        draft.joining.append(
+            JoiningSequence(
+                seq_id=sequence.seq_id,
+                sampling=sequence.params,
+                seed=sequence.seed,
+                prompt_token_ids=sequence.prompt_token_ids,
+                output_token_ids=tuple(sequence.output_token_ids),
+                adapter=sequence.adapter,
+                num_prompt_logprobs=sequence.num_prompt_logprobs,
+            )
+        )
+        self._schedule(draft, sequence)
+
+    def _schedule(self, draft: DraftPlan, sequence: Sequence) -> None:
         start = sequence.num_computed_tokens
         num_left = sequence.num_uncomputed_tokens
         num_scheduled = min(num_left, draft.num_tokens_left)
@@ -353,6 +362,7 @@ class Scheduler:
                 self._blocks.block_table(sequence.seq_id),
                 is_sampled=num_scheduled == num_left and sequence.params.max_tokens > 0,
                 scored_positions=scored,
+                slot=self._seats.slot_of(sequence) if self._seats is not None else None,
             )
         )
 
@@ -366,7 +376,7 @@ class Scheduler:
             self._num_preemptions += 1
             self._stop_running(victim)
             victim.transition_to(SequenceStatus.PREEMPTED)
-            self._queue.push_front(victim)
+            self._queue.put_back(victim)
             if victim is sequence:
                 return False
         return True
@@ -375,6 +385,8 @@ class Scheduler:
         del self._running[sequence.seq_id]
         self._leaving.append(sequence.seq_id)
         self._blocks.free(sequence.seq_id, is_content_valid=not sequence.has_failed)
+        if self._seats is not None:
+            self._seats.give_back(sequence)
         group = self._groups[sequence.request_id]
         if group.leader_seq_id == sequence.seq_id:
             group.leader_seq_id = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from models.adapters.ledger import AdapterCost
 from models.requests import AdapterRef, PrefixNamespace
 from sampling.params import SamplingParams
 
@@ -45,12 +46,16 @@ class Sequence:
             before (a stream resumed here); they are run again, never drawn again.
         num_prompt_logprobs: None, or k >= 0 if this sequence is to report log probabilities of its
             prompt; of a request's choices only the first may.
+        adapter_cost: what its adapter takes on the device; None without one.
         token_ids: prompt and output in one list.
         num_computed_tokens: KV of positions [0, num_computed_tokens) is in its blocks.
         num_cached_tokens: prompt tokens that the prefix cache held when the sequence first ran;
             a later preemption does not change it.
         num_scored_positions: the logits of positions [0, num_scored_positions) have given the log
             probability of the prompt token behind them; a later preemption does not change it.
+        num_overtakes: how often a younger sequence was admitted while this one found no slot for
+            its adapter.
+        is_waiting_for_slot: it found none when its turn came.
         arrival_order: age, lower is older; given by ``Scheduler.add_group``, -1 before.
         status: see SequenceStatus.
         has_failed: its last step gave no token but an error; the engine must finish it.
@@ -65,10 +70,13 @@ class Sequence:
     choice: int = 0
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     num_prompt_logprobs: int | None = None
+    adapter_cost: AdapterCost | None = None
     token_ids: list[int] = dataclasses.field(init=False, repr=False)
     num_computed_tokens: int = dataclasses.field(init=False, default=0)
     num_cached_tokens: int = dataclasses.field(init=False, default=0)
     num_scored_positions: int = dataclasses.field(init=False, default=0)
+    num_overtakes: int = dataclasses.field(init=False, default=0)
+    is_waiting_for_slot: bool = dataclasses.field(init=False, default=False)
     arrival_order: int = dataclasses.field(init=False, default=-1)
     status: SequenceStatus = dataclasses.field(init=False, default=SequenceStatus.WAITING)
     has_failed: bool = dataclasses.field(init=False, default=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from models.adapters.ledger import Slot
 from models.requests import AdapterRef, TokenLogprob
 from sampling.params import SamplingParams
 
@@ -33,6 +34,19 @@ class JoiningSequence:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AdapterPlacement:
+    """A slot that has to be filled with an adapter before the step runs.
+
+    Attributes:
+        ref: the new tenant.
+        slot: where it goes; whatever was there is gone.
+    """
+
+    ref: AdapterRef
+    slot: Slot
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """One sequence's part of a step: tokens at positions [start, start + len(token_ids)).
 
@@ -44,6 +58,7 @@ class ScheduledSequence:
         is_sampled: whether the last token's logits draw the next token.
         scored_positions: positions of this step whose logits give the log probability of the
             prompt token behind them; within [start, end), never the prompt's last one.
+        slot: of the adapter that its rows use; None is the base model.
     """
 
     seq_id: int
@@ -52,6 +67,7 @@ class ScheduledSequence:
     block_ids: tuple[int, ...]
     is_sampled: bool
     scored_positions: range = range(0)
+    slot: Slot | None = None
 
     @property
     def end(self) -> int:
@@ -72,12 +88,14 @@ class StepPlan:
         sequences: decodes first, then prefill chunks, in the order they are packed.
         joining: sequences that the runner has not seen yet, or has been told to forget.
         leaving: sequences that ended, were preempted or aborted since the last plan.
+        placements: adapter slots to be filled first.
     """
 
     step_id: int
     sequences: tuple[ScheduledSequence, ...]
     joining: tuple[JoiningSequence, ...] = ()
     leaving: tuple[int, ...] = ()
+    placements: tuple[AdapterPlacement, ...] = ()
 
     @property
     def num_tokens(self) -> int:

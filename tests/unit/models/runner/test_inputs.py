@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.adapters.ledger import Slot
 from models.attention.layout import KEY_MULTIPLE_TOKENS
 from models.runner.inputs import MIN_GROUP_FILL, pack, split_parts
 from models.scheduling.step_plan import ScheduledSequence
@@ -265,3 +266,35 @@ def test_a_step_below_the_limit_is_one_forward_pass(max_rows):
 @pytest.mark.parametrize("max_rows", [0, 8])
 def test_a_step_without_sequences_is_no_forward_pass(max_rows):
     assert split([], max_rows) == []
+
+
+@settings(deadline=None)
+@given(
+    parts=st.lists(
+        st.tuples(spans, st.sampled_from([None, Slot(8, 0), Slot(8, 3), Slot(16, 1)])),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_every_row_of_an_adapter_is_gathered_for_its_own_slot_and_no_other_row_is(parts):
+    bare = make_parts([span for span, _ in parts], 16)
+    owned = [
+        dataclasses.replace(part, slot=slot) for part, (_, slot) in zip(bare, parts, strict=True)
+    ]
+
+    inputs = pack_parts(owned, 16)
+
+    expected = {}
+    for part, last_row in zip(owned, inputs.last_rows, strict=True):
+        if part.slot is not None:
+            for row in range(last_row + 1 - len(part.token_ids), last_row + 1):
+                expected[row] = part.slot
+    found = {}
+    for groups in inputs.adapters.groups if inputs.adapters is not None else ():
+        rows_of_group = groups.gathered.view(groups.num_groups, -1)
+        places = range(groups.gathered.numel()) if groups.places is None else groups.places.tolist()
+        for row, place in zip(groups.rows.tolist(), places, strict=True):
+            group, column = divmod(place, rows_of_group.shape[1])
+            assert rows_of_group[group, column] == row
+            found[row] = Slot(groups.bucket_rank, int(groups.slots[group]))
+    assert found == expected

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+from models.adapters.ledger import AdapterCost, AdapterLedger, Slot
 from models.config import SchedulerConfig
 from models.kv_cache.ledger import BlockManager
-from models.requests import PrefixNamespace, TokenLogprob
+from models.requests import AdapterRef, PrefixNamespace, TokenLogprob
+from models.scheduling.adapter_seats import AdapterSeats
 from models.scheduling.scheduler import Scheduler
 from models.scheduling.sequence import Sequence, SequenceStatus
 from sampling.params import SamplingParams
@@ -31,6 +33,8 @@ class Simulation:
         max_num_scored_positions: int = 1000,
         choose_token: TokenRule = last_plus_one,
         broken_prompt_token: int | None = None,
+        max_num_slots: int = 0,
+        max_num_overtakes: int = 64,
     ) -> None:
         self.blocks = BlockManager(
             num_blocks, block_size_tokens, is_prefix_caching_enabled=is_prefix_caching_enabled
@@ -40,7 +44,15 @@ class Simulation:
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_waiting=max_num_waiting,
         )
-        self.scheduler = Scheduler(config, self.blocks, max_num_scored_positions)
+        self.seats: AdapterSeats | None = None
+        if max_num_slots:
+            ledger = AdapterLedger(
+                budget_bytes=max_num_slots, max_num_slots=max_num_slots, bucket_ranks=(8, 16)
+            )
+            self.seats = AdapterSeats(ledger, max_num_overtakes=max_num_overtakes)
+        self.scheduler = Scheduler(config, self.blocks, max_num_scored_positions, self.seats)
+        # what the store of a real runner would hold
+        self.tenants: dict[Slot, AdapterRef] = {}
         self.runner = FakeStepRunner(
             num_blocks,
             block_size_tokens,
@@ -82,6 +94,7 @@ class Simulation:
                     prompt_token_ids=tuple(prompt),
                     output_token_ids=list(emitted),
                     num_prompt_logprobs=num_prompt_logprobs if choice == 0 else None,
+                    adapter_cost=None if namespace.adapter is None else AdapterCost(8, 1),
                 )
             )
         return sequences
@@ -109,6 +122,8 @@ class Simulation:
         if plan is None:
             assert not self.scheduler.has_work, "there is work, but nothing is planned"
             return None
+        if self.seats is not None:
+            self._check_slots(plan)
         result = self.runner.execute(plan)
         for seq_id in ended_in_flight:
             self.scheduler.finish(seq_id)
@@ -129,6 +144,15 @@ class Simulation:
                 self.scheduler.finish(sequence.seq_id)
         self.check()
         return plan
+
+    def _check_slots(self, plan):
+        """Check that every row finds the weights of its own adapter in its slot."""
+        for placement in plan.placements:
+            self.tenants[placement.slot] = placement.ref
+        adapters = {sequence.seq_id: sequence.adapter for sequence in self.running()}
+        for scheduled in plan.sequences:
+            tenant = None if scheduled.slot is None else self.tenants[scheduled.slot]
+            assert tenant == adapters[scheduled.seq_id]
 
     def run(self, max_num_steps=2000) -> int:
         """Step until nothing is left; return the number of steps."""

@@ -18,16 +18,19 @@ def test_groups_leave_in_the_order_of_arrival_and_choices_in_their_own(make):
     queue.append_group(tuple(make([1], num_choices=2)))
     queue.append_group(tuple(make([1])))
 
-    assert [queue.pop().seq_id for _ in range(3)] == [0, 1, 2]
-    assert queue.peek() is None
+    assert ids(queue) == [0, 1, 2]
 
 
-def test_peeking_takes_nothing(make):
+def test_a_sequence_is_admitted_wherever_it_stands(make):
     queue = WaitingQueue()
-    queue.append_group(tuple(make([1])))
+    sequences = [make([1])[0] for _ in range(3)]
+    for sequence in sequences:
+        queue.append_group((sequence,))
 
-    assert queue.peek() is queue.peek()
-    assert len(queue) == 1
+    queue.admit(sequences[1])
+
+    assert ids(queue) == [0, 2]
+    assert queue.num_requests == 2
 
 
 def test_sequences_preempted_youngest_first_stand_in_the_order_of_age(make):
@@ -35,10 +38,25 @@ def test_sequences_preempted_youngest_first_stand_in_the_order_of_age(make):
     old, middle, young, new = (make([1])[0] for _ in range(4))
     queue.append_group((new,))
 
+    for position, sequence in enumerate((old, middle, young, new)):
+        sequence.arrival_order = position
     for sequence in (young, middle, old):
-        queue.push_front(sequence)
+        queue.put_back(sequence)
 
     assert ids(queue) == [old.seq_id, middle.seq_id, young.seq_id, new.seq_id]
+
+
+def test_a_preempted_sequence_stands_behind_older_ones_that_it_had_overtaken(make):
+    queue = WaitingQueue()
+    oldest, older, victim, young = (make([1])[0] for _ in range(4))
+    for position, sequence in enumerate((oldest, older, victim, young)):
+        sequence.arrival_order = position
+    for sequence in (oldest, older, young):
+        queue.append_group((sequence,))
+
+    queue.put_back(victim)
+
+    assert ids(queue) == [oldest.seq_id, older.seq_id, victim.seq_id, young.seq_id]
 
 
 def test_a_sequence_is_removed_wherever_it_stands(make):
@@ -64,9 +82,10 @@ def test_a_request_counts_once_however_many_choices_wait(make):
 
 def test_a_request_counts_until_its_first_choice_is_taken(make):
     queue = WaitingQueue()
-    queue.append_group(tuple(make([1], num_choices=3)))
+    sequences = tuple(make([1], num_choices=3))
+    queue.append_group(sequences)
 
-    queue.pop()
+    queue.admit(sequences[0])
 
     assert queue.num_requests == 0
     assert len(queue) == 2
@@ -85,7 +104,7 @@ def test_a_request_counts_until_its_last_choice_is_removed(make):
 def test_a_preempted_sequence_does_not_count_as_a_waiting_request(make):
     queue = WaitingQueue()
 
-    queue.push_front(make([1])[0])
+    queue.put_back(make([1])[0])
 
     assert queue.num_requests == 0
     assert len(queue) == 1

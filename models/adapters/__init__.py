@@ -1,0 +1,1 @@
+"""PEFT adapters: where they come from, what they are, what of them is in memory."""

@@ -1,0 +1,166 @@
+"""Turns the files of a PEFT adapter into tensors that a base model can serve, or says why not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from models.adapters.faults import AdapterFaultError, shown
+from models.adapters.ia3 import Ia3Plan
+from models.adapters.lora import LoraPlan
+from models.adapters.patterns import PatternMatcher
+from models.adapters.peft_config import MAX_CONFIG_BYTES, AdapterSpec, LoraSpec, read_peft_config
+from models.adapters.source import AdapterContents, AdapterFiles, read_contents
+from models.adapters.targets import describe_unmatched
+from models.adapters.tensor_file import MAX_HEADER_BYTES, TensorFile
+from models.adapters.tensor_plan import PlannedTensor, match_tensors
+from models.adapters.weights import AdapterWeights, ModelFacts, ModuleDelta, ModuleShape, is_finite
+from models.errors import AdapterIncompatibleError
+from models.requests import AdapterRef
+
+# Two roundings of the same number to bfloat16, one at training and one here, differ by less.
+_SAME_WEIGHT_TOLERANCE = 2.0**-7
+
+
+def read_adapter(files: AdapterFiles, model: ModelFacts) -> AdapterWeights:
+    """Read exactly one version of an adapter and check every part of it.
+
+    Blocks on the disk and computes; may run in any thread. Owner of the result: the caller.
+
+    Raises:
+        AdapterIncompatibleError: it cannot be served on this model; the reason is one sentence.
+        FilesChangedError: the files are not of this version any more.
+        OSError: they cannot be read.
+    """
+    limit = MAX_CONFIG_BYTES + _max_num_bytes(model)
+    if files.num_bytes > limit:
+        raise AdapterIncompatibleError(
+            files.adapter_id, f"its files have {files.num_bytes} bytes; the limit here is {limit}"
+        )
+    contents = read_contents(files)
+    ref = AdapterRef(files.adapter_id, files.version)
+    return parse_adapter(ref, contents, model)
+
+
+def parse_adapter(ref: AdapterRef, contents: AdapterContents, model: ModelFacts) -> AdapterWeights:
+    """Check and convert what was read.
+
+    Raises:
+        AdapterIncompatibleError: it cannot be served on this model; the reason is one sentence.
+    """
+    try:
+        modules, warnings = _parse(contents, model)
+    except AdapterFaultError as fault:
+        raise AdapterIncompatibleError(ref.id, str(fault)) from fault
+    return AdapterWeights(
+        ref=ref,
+        modules=modules,
+        rank=max(delta.rank for delta in modules.values()),
+        num_bytes=sum(delta.num_bytes for delta in modules.values()),
+        warnings=warnings,
+    )
+
+
+def _max_num_bytes(model: ModelFacts) -> int:
+    """Return the largest size of an adapter's weights in float32, header and all."""
+    num_elements = 0
+    for shape in model.modules.values():
+        num_elements += (model.max_rank + 3) * (shape.num_inputs + shape.num_outputs)
+        if _may_have_table(shape, model):
+            num_elements += shape.num_inputs * shape.num_outputs
+    return 4 * num_elements + MAX_HEADER_BYTES
+
+
+def _parse(
+    contents: AdapterContents, model: ModelFacts
+) -> tuple[dict[str, ModuleDelta], tuple[str, ...]]:
+    spec = read_peft_config(contents.config)
+    plan = _plan(spec, model)
+    base_tables = list(_plan_base_tables(model))
+    file = TensorFile(contents.weights)
+    names = match_tensors([*plan.tensors, *base_tables], file.tensors, model)
+    # Nothing is allocated for tensors before all names and shapes are known to fit.
+    stored = file.load()
+    tensors = {key: stored[name] for key, name in names.items()}
+    _check_finite(tensors)
+    _check_base_tables(base_tables, tensors, model)
+    with torch.no_grad():
+        modules = plan.build(tensors)
+    for name, delta in modules.items():
+        if not delta.is_finite:
+            raise AdapterFaultError(f"what it does to module '{name}' is not finite")
+    return modules, tuple(_warn(spec, modules, model))
+
+
+def _plan(spec: AdapterSpec, model: ModelFacts) -> LoraPlan | Ia3Plan:
+    matcher = PatternMatcher()
+    if isinstance(spec, LoraSpec):
+        return LoraPlan(spec, model, matcher)
+    return Ia3Plan(spec, model, matcher)
+
+
+def _plan_base_tables(model: ModelFacts) -> Iterator[PlannedTensor]:
+    """Plan for copies of the base's own tables, which PEFT saves when it is in doubt."""
+    for shape in model.modules.values():
+        if _may_have_table(shape, model):
+            yield PlannedTensor(shape.name, "weight", shape.table_shape, is_optional=True)
+
+
+def _may_have_table(shape: ModuleShape, model: ModelFacts) -> bool:
+    return shape.is_embedding or shape.name == model.output_head
+
+
+def _check_finite(tensors: Mapping[str, Tensor]) -> None:
+    for key, tensor in tensors.items():
+        if not is_finite(tensor):
+            raise AdapterFaultError(f"the tensor '{shown(key)}' holds NaN or infinity")
+
+
+def _check_base_tables(
+    planned: list[PlannedTensor], tensors: Mapping[str, Tensor], model: ModelFacts
+) -> None:
+    """Check that saved copies of the base's tables are what the base has.
+
+    Raises:
+        AdapterFaultError: one was trained besides, or is another model's.
+    """
+    for tensor in planned:
+        if tensor.key not in tensors:
+            continue
+        shape = model.modules[tensor.module]
+        weight = model.weight(shape.name)
+        table = weight.t() if shape.is_transposed or shape.is_embedding else weight
+        if not _is_same(tensors[tensor.key].float(), table):
+            raise AdapterFaultError(
+                f"it brings a changed weight for '{tensor.module}', which is not supported yet"
+            )
+
+
+def _is_same(saved: Tensor, base: Tensor) -> bool:
+    return torch.allclose(saved, base, rtol=_SAME_WEIGHT_TOLERANCE, atol=1e-30)
+
+
+def _warn(
+    spec: AdapterSpec, modules: Mapping[str, ModuleDelta], model: ModelFacts
+) -> Iterator[str]:
+    if spec.base_name and not _is_same_base(spec.base_name, model.base_names):
+        yield (
+            f"it was trained on '{shown(spec.base_name)}', not on "
+            f"'{' or '.join(model.base_names)}'; all shapes fit, so it is served"
+        )
+    if unmatched := spec.targets.unmatched(model):
+        yield describe_unmatched(unmatched)
+    if all(delta.changes_nothing for delta in modules.values()):
+        yield "it changes nothing: the base model answers the same"
+
+
+def _is_same_base(name: str, base_names: tuple[str, ...]) -> bool:
+    """Compare the last parts: one model has many owners and folders."""
+    return _last_part(name) in {_last_part(base_name) for base_name in base_names}
+
+
+def _last_part(name: str) -> str:
+    return re.split(r"[/\\]", name.rstrip("/\\"))[-1].lower()

@@ -1,0 +1,192 @@
+"""AdapterStore: the tensors of resident adapters, in slots. Holds no policy: AdapterLedger does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from models.adapters.ledger import AdapterCost, Slot, bucket_rank_for
+from models.adapters.weights import AdapterWeights, ModuleDelta, ModuleShape
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoraSlots:
+    """Low-rank pairs of one module for all slots of one bucket of ranks.
+
+    Attributes:
+        a: [S, K, R]; a row x of slot s gets ``x @ a[s] @ b[s]``.
+        b: [S, R, N].
+    """
+
+    a: Tensor
+    b: Tensor
+
+
+class _VectorSlots:
+    """One vector per slot of one module; made when the first adapter needs it.
+
+    Attributes:
+        values: [S, width] float32; only the users' rows mean anything.
+        users: slots whose adapter has such a vector here.
+    """
+
+    __slots__ = ("users", "values")
+
+    def __init__(self, num_slots: int, width: int, device: torch.device) -> None:
+        self.values = torch.empty(num_slots, width, dtype=torch.float32, device=device)
+        self.users: set[int] = set()
+
+    def write_(self, slot: int, value: Tensor | None) -> None:
+        if value is None:
+            self.users.discard(slot)
+            return
+        self.values[slot] = value
+        self.users.add(slot)
+
+
+class _Bucket:
+    """All modules' tensors for the slots of one bucket of ranks."""
+
+    __slots__ = ("lora", "lora_users", "residents", "vectors")
+
+    def __init__(self) -> None:
+        self.lora: dict[int, LoraSlots] = {}
+        self.lora_users: dict[int, set[int]] = {}
+        self.vectors: dict[tuple[str, int], _VectorSlots] = {}
+        self.residents: set[int] = set()
+
+
+# Fields of ModuleDelta that hold one number per input or output.
+OUTPUT_GAIN, INPUT_GAIN, BIAS = "output_gain", "input_gain", "bias"
+_VECTORS = (OUTPUT_GAIN, INPUT_GAIN, BIAS)
+
+
+class AdapterStore:
+    """Slots of tensors, per bucket of ranks and module.
+
+    Ranks below the bucket's are padded with zeros, which changes no bit of a row's result. Slots
+    that nobody has used yet cost no memory on the CPU: the system gives pages when they are first
+    written.
+
+    Owner: the step thread.
+
+    Invariants: what a slot holds outside of its tenant's own matrices is zero, so nothing of a
+    former tenant is left.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[ModuleShape],
+        num_slots: int,
+        bucket_ranks: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Make a store without residents.
+
+        Args:
+            modules: what adapters may change; their places in it are the module indices.
+            num_slots: slots of each bucket.
+            bucket_ranks: rising.
+            dtype: of the matrices: that of the model's matrix products.
+            device: where they lie.
+        """
+        self.modules = tuple(modules)
+        self.dtype = dtype
+        self._num_slots = num_slots
+        self._bucket_ranks = tuple(bucket_ranks)
+        self._device = device
+        self._buckets: dict[int, _Bucket] = {}
+
+    def cost(self, weights: AdapterWeights) -> AdapterCost:
+        """Return what an adapter takes in a slot of its bucket."""
+        bucket_rank = bucket_rank_for(weights.rank, self._bucket_ranks)
+        shapes = {module.name: module for module in self.modules}
+        num_bytes = 0
+        for name, delta in weights.modules.items():
+            module = shapes[name]
+            if delta.lora_a is not None:
+                width = module.num_inputs + module.num_outputs
+                num_bytes += bucket_rank * width * self.dtype.itemsize
+            vectors = (delta.bias, delta.output_gain, delta.input_gain)
+            num_bytes += sum(4 * vector.numel() for vector in vectors if vector is not None)
+        return AdapterCost(weights.rank, num_bytes)
+
+    def write_(self, slot: Slot, weights: AdapterWeights) -> None:
+        """Fill a slot; whatever its former tenant left is gone.
+
+        Args:
+            slot: its bucket holds the largest of the adapter's ranks.
+            weights: of the new tenant; every module it names is one of the store's.
+        """
+        bucket = self._buckets.setdefault(slot.bucket_rank, _Bucket())
+        bucket.residents.add(slot.index)
+        for number, module in enumerate(self.modules):
+            delta = weights.modules.get(module.name)
+            self._write_lora_(bucket, number, slot, delta)
+            for field in _VECTORS:
+                value = None if delta is None else getattr(delta, field)
+                self._write_vector_(bucket, field, number, slot.index, value)
+
+    def lora(self, bucket_rank: int, module: int, slots: frozenset[int]) -> LoraSlots | None:
+        """Return the pairs of a module, None if none of ``slots`` has one there."""
+        bucket = self._buckets[bucket_rank]
+        users = bucket.lora_users.get(module)
+        return bucket.lora[module] if users and not users.isdisjoint(slots) else None
+
+    def vectors(
+        self, field: str, bucket_rank: int, module: int, slots: frozenset[int]
+    ) -> tuple[Tensor, frozenset[int]] | None:
+        """Return the vectors of a module and which of ``slots`` have one; None if none has."""
+        found = self._buckets[bucket_rank].vectors.get((field, module))
+        if found is None or not (users := slots & found.users):
+            return None
+        return found.values, users
+
+    def _write_lora_(
+        self, bucket: _Bucket, number: int, slot: Slot, delta: ModuleDelta | None
+    ) -> None:
+        users = bucket.lora_users.setdefault(number, set())
+        pair = bucket.lora.get(number)
+        if delta is None or delta.lora_a is None or delta.lora_b is None:
+            users.discard(slot.index)
+            if pair is not None:
+                pair.a[slot.index] = 0
+                pair.b[slot.index] = 0
+            return
+        if pair is None:
+            pair = bucket.lora[number] = self._make_lora(bucket, number, slot.bucket_rank)
+        rank = delta.lora_a.shape[0]
+        pair.a[slot.index, :, :rank] = delta.lora_a.t()
+        pair.a[slot.index, :, rank:] = 0
+        pair.b[slot.index, :rank] = delta.lora_b.t()
+        pair.b[slot.index, rank:] = 0
+        users.add(slot.index)
+
+    def _make_lora(self, bucket: _Bucket, number: int, bucket_rank: int) -> LoraSlots:
+        module = self.modules[number]
+        pair = LoraSlots(
+            self._empty(module.num_inputs, bucket_rank),
+            self._empty(bucket_rank, module.num_outputs),
+        )
+        for index in bucket.residents:
+            pair.a[index] = 0
+            pair.b[index] = 0
+        return pair
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(self._num_slots, *shape, dtype=self.dtype, device=self._device)
+
+    def _write_vector_(
+        self, bucket: _Bucket, field: str, number: int, index: int, value: Tensor | None
+    ) -> None:
+        found = bucket.vectors.get((field, number))
+        if found is None:
+            if value is None:
+                return
+            found = _VectorSlots(self._num_slots, value.shape[0], self._device)
+            bucket.vectors[field, number] = found
+        found.write_(index, value)

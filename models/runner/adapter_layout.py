@@ -1,0 +1,167 @@
+"""AdapterLayout: which rows of a step use which adapter slot, as tensors all modules share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from models.adapters.ledger import Slot
+
+# Groups of rows are padded to a multiple of this, as the rows of a step are.
+GROUP_MULTIPLE_ROWS = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """Rows [row_start, row_start + num_rows) of the packed step use one slot.
+
+    Attributes:
+        slot: whose.
+        row_start: first row.
+        num_rows: how many.
+    """
+
+    slot: Slot
+    row_start: int
+    num_rows: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowGroups:
+    """G groups of M places; each group's rows use one slot of one bucket.
+
+    Attributes:
+        bucket_rank: of the bucket.
+        slots_in_use: the slots of the groups.
+        num_groups: G.
+        slots: [G] int64, the slot of each group.
+        slot_range: the same as a range if they are consecutive and rising, so that nothing needs
+            to be copied; else None.
+        gathered: [G * M] int64, the row at each place; places that are padding name row 0.
+        rows: [n] int64, the real rows, in the order of their places.
+        places: [n] int64, where these lie among the G * M; None if there is no padding.
+    """
+
+    bucket_rank: int
+    slots_in_use: frozenset[int]
+    num_groups: int
+    slots: Tensor
+    slot_range: slice | None
+    gathered: Tensor
+    rows: Tensor
+    places: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlotRows:
+    """All rows of one bucket with the slot of each.
+
+    Attributes:
+        bucket_rank: of the bucket.
+        slots: the slots in use.
+        rows: [n] int64.
+        row_slots: [n] int64.
+    """
+
+    bucket_rank: int
+    slots: frozenset[int]
+    rows: Tensor
+    row_slots: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterLayout:
+    """All of one step; rows that are in none of it use the base model."""
+
+    groups: tuple[RowGroups, ...]
+    buckets: tuple[SlotRows, ...]
+
+
+def make_adapter_layout(
+    parts: Sequence[AdapterRows], *, max_group_rows: int, device: torch.device
+) -> AdapterLayout | None:
+    """Group rows by slot; None if there are none.
+
+    Few rows of a slot (a decode) and many (a prefill chunk) make groups of different sizes, so
+    that the one is not padded to the other. Of more than ``max_group_rows`` rows several groups
+    are made.
+
+    Args:
+        parts: rows of slots; a slot may occur several times.
+        max_group_rows: most rows of one group, a multiple of GROUP_MULTIPLE_ROWS.
+        device: where the tensors go.
+    """
+    rows_of_slot: dict[tuple[int, int], list[int]] = {}
+    for part in parts:
+        key = (part.slot.bucket_rank, part.slot.index)
+        rows = rows_of_slot.setdefault(key, [])
+        rows.extend(range(part.row_start, part.row_start + part.num_rows))
+    if not rows_of_slot:
+        return None
+    by_size: dict[tuple[int, int], list[tuple[int, list[int]]]] = {}
+    for (rank, slot), rows in sorted(rows_of_slot.items()):
+        for tile in _tiles(rows, max_group_rows):
+            by_size.setdefault((rank, _group_size(len(tile))), []).append((slot, tile))
+    return AdapterLayout(
+        groups=tuple(
+            _make_groups(rank, size, members, device)
+            for (rank, size), members in sorted(by_size.items())
+        ),
+        buckets=tuple(
+            _make_slot_rows(rank, rows_of_slot, device)
+            for rank in sorted({rank for rank, _ in rows_of_slot})
+        ),
+    )
+
+
+def _tiles(rows: list[int], max_group_rows: int) -> Iterable[list[int]]:
+    for start in range(0, len(rows), max_group_rows):
+        yield rows[start : start + max_group_rows]
+
+
+def _group_size(num_rows: int) -> int:
+    """Return GROUP_MULTIPLE_ROWS times the power of two that is just enough."""
+    size = GROUP_MULTIPLE_ROWS
+    while size < num_rows:
+        size *= 2
+    return size
+
+
+def _make_groups(
+    rank: int, size: int, members: list[tuple[int, list[int]]], device: torch.device
+) -> RowGroups:
+    slots = [slot for slot, _ in members]
+    gathered: list[int] = []
+    places: list[int] = []
+    rows: list[int] = []
+    for _, tile in members:
+        places.extend(range(len(gathered), len(gathered) + len(tile)))
+        rows.extend(tile)
+        gathered.extend(tile)
+        gathered.extend([0] * (size - len(tile)))
+    is_range = slots == list(range(slots[0], slots[0] + len(slots)))
+    return RowGroups(
+        bucket_rank=rank,
+        slots_in_use=frozenset(slots),
+        num_groups=len(members),
+        slots=torch.tensor(slots, device=device),
+        slot_range=slice(slots[0], slots[0] + len(slots)) if is_range else None,
+        gathered=torch.tensor(gathered, device=device),
+        rows=torch.tensor(rows, device=device),
+        places=None if len(rows) == len(gathered) else torch.tensor(places, device=device),
+    )
+
+
+def _make_slot_rows(
+    rank: int, rows_of_slot: dict[tuple[int, int], list[int]], device: torch.device
+) -> SlotRows:
+    mine = {slot: rows for (owner, slot), rows in rows_of_slot.items() if owner == rank}
+    return SlotRows(
+        bucket_rank=rank,
+        slots=frozenset(mine),
+        rows=torch.tensor([row for rows in mine.values() for row in rows], device=device),
+        row_slots=torch.tensor([slot for slot, rows in mine.items() for _ in rows], device=device),
+    )
