@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -12,6 +11,7 @@ from typing import Protocol
 from models.adapters.ledger import AdapterCost
 from models.adapters.weights import AdapterWeights
 from models.engine.adapter_uses import AdapterUses
+from models.engine.deadlines import Deadlines
 from models.engine.intake import (
     EngineLimits,
     Intake,
@@ -22,7 +22,6 @@ from models.engine.intake import (
 from models.engine.open_request import OpenChoice, OpenRequest
 from models.engine.stats import EngineStats
 from models.errors import (
-    AdapterSlotTimeoutError,
     DeadlineExceededError,
     InvalidRequestError,
     ModelServiceError,
@@ -108,8 +107,7 @@ class Engine:
         # What admissions left to say; the next step says it first.
         self._outputs: list[EngineOutput] = []
         self._is_blocked = False
-        # No open request's deadline is earlier; a finished request may leave it too early.
-        self._next_deadline_s = math.inf
+        self._deadlines = Deadlines(limits.max_slot_wait_s)
         self._num_steps = 0
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
@@ -130,7 +128,7 @@ class Engine:
     @property
     def next_deadline_s(self) -> float:
         """Time by which ``step`` must be called to keep deadlines; infinity if there are none."""
-        return self._next_deadline_s
+        return self._deadlines.next_s
 
     def check_fields(self, request: GenerationRequest) -> None:
         """Check what needs no prompt; ``prepare`` does so too.
@@ -236,7 +234,8 @@ class Engine:
         """
         started_at_s = self._clock()
         outputs, self._outputs = self._outputs, []
-        self._expire(started_at_s, outputs)
+        for opened, error in self._deadlines.overdue(self._requests.values(), started_at_s):
+            self._fail(opened, error, outputs)
         plan = self._scheduler.plan()
         self._is_blocked = plan is None
         if plan is None:
@@ -315,8 +314,6 @@ class Engine:
         """Record an admitted request; what had ended before it was resumed is said at once."""
         request_id = prepared.request.request_id
         opened = OpenRequest(prepared, list(sequences.values()), len(sequences), 0)
-        if prepared.request.adapter is not None:
-            opened.slot_deadline_s = prepared.arrival_s + self._limits.max_slot_wait_s
         for choice in prepared.choices:
             if choice.end is not None:
                 opened.num_ended_tokens += len(choice.emitted_token_ids)
@@ -326,9 +323,7 @@ class Engine:
                 self._choices[sequence.seq_id] = OpenChoice(sequence, choice.output, opened)
         if sequences:
             self._requests[request_id] = opened
-            self._next_deadline_s = min(
-                self._next_deadline_s, prepared.deadline_s, opened.slot_deadline_s
-            )
+            self._deadlines.add(opened)
         else:
             self._outputs.append((request_id, GenerationEnd(opened.usage())))
 
@@ -383,39 +378,6 @@ class Engine:
             outputs.append((request_id, GenerationEnd(opened.usage())))
             self._close(opened)
 
-    def _expire(self, now_s: float, outputs: list[EngineOutput]) -> None:
-        """End every request whose time is over, running or waiting."""
-        if now_s < self._next_deadline_s:
-            return
-        for opened in list(self._requests.values()):
-            if opened.prepared.deadline_s <= now_s:
-                error = DeadlineExceededError(opened.prepared.request.timeout_s or 0.0)
-                self._fail(opened, error, outputs)
-            elif opened.slot_deadline_s <= now_s:
-                self._expire_slot_wait(opened, outputs)
-        self._next_deadline_s = min(
-            (
-                min(opened.prepared.deadline_s, opened.slot_deadline_s)
-                for opened in self._requests.values()
-            ),
-            default=math.inf,
-        )
-
-    def _expire_slot_wait(self, opened: OpenRequest, outputs: list[EngineOutput]) -> None:
-        """End a request that still has no slot for its adapter; one that runs is not asked again.
-
-        One that waits for other reasons (blocks, its turn) is looked at again after as long.
-        """
-        adapter = opened.prepared.request.adapter
-        assert adapter is not None
-        if opened.is_waiting_for_slot:
-            error = AdapterSlotTimeoutError(adapter.id, self._limits.max_slot_wait_s)
-            self._fail(opened, error, outputs)
-        elif opened.has_run:
-            opened.slot_deadline_s = math.inf
-        else:
-            opened.slot_deadline_s = self._clock() + self._limits.max_slot_wait_s
-
     def _fail_row(self, opened: OpenRequest, reason: str, outputs: list[EngineOutput]) -> None:
         """End a request because the logits of one of its rows are of no use."""
         request_id = opened.prepared.request.request_id
@@ -441,4 +403,4 @@ class Engine:
             self._choices.pop(sequence.seq_id, None)
         self._is_blocked = False
         if not self._requests:
-            self._next_deadline_s = math.inf
+            self._deadlines.forget_all()
