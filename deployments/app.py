@@ -9,15 +9,18 @@ import hashlib
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ray import serve
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
 
+from deployments.admin_key import AdminKey
 from deployments.config import ModelEntry, ServiceConfig
 from deployments.ingress import Ingress
 from deployments.model_replica import ModelReplica
 from deployments.service import ServiceLimits
+from models.errors import ConfigError
 from models.loading.preflight import (
     available_host_memory_bytes,
     check_model_files,
@@ -79,11 +82,15 @@ def build_app(args: ServiceConfig) -> serve.Application:
             for entry in args.entries
             if not (entry.is_scaling and entry.min_replicas == 0)
         ),
+        adapter_model_ids=tuple(entry.model_id for entry in args.entries if entry.adapters),
         max_body_bytes=args.max_body_bytes,
         header_wait_s=args.header_wait_s,
         keepalive_s=args.keepalive_s,
     )
-    return _ingress_deployment(args).bind(limits, models)
+    secret = args.admin_key.get_secret_value()
+    return _ingress_deployment(args).bind(
+        limits, models, admin_key=AdminKey.of(secret) if secret else None
+    )
 
 
 def make_deployment_name(model_id: str) -> str:
@@ -110,6 +117,7 @@ def _check_files(entries: Sequence[ModelEntry]) -> None:
     """
     available_bytes = available_host_memory_bytes()
     for entry in entries:
+        _check_adapter_folder(entry)
         path = locate_model(entry.model) if entry.model else None
         if path is None or path.suffix == ".gguf":
             continue
@@ -125,6 +133,11 @@ def _check_files(entries: Sequence[ModelEntry]) -> None:
         )
         if entry.is_on_cpu:
             available_bytes -= num_replicas * (facts.weights_bytes + entry.kv_budget_bytes)
+
+
+def _check_adapter_folder(entry: ModelEntry) -> None:
+    if entry.adapters and not Path(entry.adapters).expanduser().is_dir():
+        raise ConfigError("adapters", f"there is no such folder: '{entry.adapters}'")
 
 
 def _model_deployment(entry: ModelEntry, args: ServiceConfig) -> serve.Deployment:

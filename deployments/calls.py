@@ -7,7 +7,7 @@ after validation, read here into a ``GenerationRequest``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from models.requests import ChatPrompt, GenerationRequest, Prompt, TextPrompt, TokenPrompt
 from sampling.params import SamplingParams
@@ -43,7 +43,8 @@ class GenerationCall(TypedDict):
     ``sampling`` holds the fields of SamplingParams that differ from their defaults;
     ``max_tokens`` counts only with ``is_max_tokens_explicit``. ``bad_words`` are texts, which the
     replica tokenises. ``timeout_s`` is None for a request that names no time limit of its own.
-    ``num_prompt_logprobs`` and ``is_prompt_reported`` are GenerationRequest's.
+    ``num_prompt_logprobs`` and ``is_prompt_reported`` are GenerationRequest's. ``adapter_id``
+    keeps the grammar; None, and none at all, is the base model.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class GenerationCall(TypedDict):
     timeout_s: float | None
     num_prompt_logprobs: int | None
     is_prompt_reported: bool
+    adapter_id: NotRequired[str | None]
 
 
 def to_generation_request(
@@ -95,6 +97,7 @@ def to_generation_request(
         timeout_s=default_timeout_s if call["timeout_s"] is None else call["timeout_s"],
         num_prompt_logprobs=call["num_prompt_logprobs"],
         is_prompt_reported=call["is_prompt_reported"],
+        adapter_id=call.get("adapter_id"),
     )
 
 

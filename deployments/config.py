@@ -6,18 +6,36 @@ that none is written twice.
 
 from __future__ import annotations
 
+import re
 from pathlib import PurePath
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 
-from models.config import EngineConfig, KVCacheConfig, ModelConfig, SchedulerConfig
+from models.config import (
+    AdapterConfig,
+    EngineConfig,
+    KVCacheConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from models.errors import ConfigError
 
 _ENGINE = EngineConfig()
 _MODEL = _ENGINE.model
 _KV_CACHE = _ENGINE.kv_cache
 _SCHEDULER = _ENGINE.scheduler
+_ADAPTERS = _ENGINE.adapters
+
+# What a header can carry.
+_KEY = re.compile(r"[!-~]*")
 
 AtLeastZero = Annotated[int, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
@@ -34,6 +52,12 @@ class ModelEntry(BaseModel):
         device: "cpu", "cuda" or "cuda:<index>".
         dtype: "bfloat16", "float16" or "float32".
         adapters: folder with one PEFT folder per adapter; "" serves the base model alone.
+        max_adapter_rank: largest rank of an adapter that is served.
+        max_num_adapter_slots: most adapters that are resident on one replica's device.
+        adapter_device_budget_bytes: most bytes of the resident ones.
+        adapter_host_budget_bytes: most bytes of those in a replica's memory, resident ones
+            included.
+        max_adapter_wait_s: most seconds that a request waits for room for its adapter.
         max_model_len_tokens: upper bound on prompt plus output; 0 takes the model's own window.
         num_threads: compute threads on the CPU; 0 takes every core that the process may use.
         chat_template: Jinja text that replaces the model's own template; "" keeps it.
@@ -66,7 +90,12 @@ class ModelEntry(BaseModel):
     model_id: str = _MODEL.model_id
     device: str = _MODEL.device
     dtype: str = _MODEL.dtype
-    adapters: str = ""
+    adapters: str = _ADAPTERS.path
+    max_adapter_rank: int = _ADAPTERS.max_rank
+    max_num_adapter_slots: int = _ADAPTERS.max_num_slots
+    adapter_device_budget_bytes: int = _ADAPTERS.device_budget_bytes
+    adapter_host_budget_bytes: int = _ADAPTERS.host_budget_bytes
+    max_adapter_wait_s: Seconds = _ADAPTERS.max_slot_wait_s
     max_model_len_tokens: int = _MODEL.max_model_len_tokens
     num_threads: int = _MODEL.num_threads
     chat_template: str = _MODEL.chat_template
@@ -156,6 +185,14 @@ class ModelEntry(BaseModel):
                 max_num_waiting=self.max_num_waiting,
                 max_num_choices=self.max_num_choices,
             ),
+            adapters=AdapterConfig(
+                path=self.adapters,
+                max_rank=self.max_adapter_rank,
+                max_num_slots=self.max_num_adapter_slots,
+                device_budget_bytes=self.adapter_device_budget_bytes,
+                host_budget_bytes=self.adapter_host_budget_bytes,
+                max_slot_wait_s=self.max_adapter_wait_s,
+            ),
             default_max_tokens=self.default_max_tokens,
             logits_processors=self.logits_processors,
         )
@@ -178,7 +215,11 @@ class ServiceConfig(ModelEntry):
         header_wait_s: seconds to wait for a stream's admission before headers go out without it.
         keepalive_s: seconds of silence after which a stream gets a comment.
         shutdown_grace_s: seconds that open requests get to finish when a replica is stopped.
+        admin_key: opens the admin routes to who sends it; "" leaves them out. Printable ASCII.
     """
+
+    # What is wrong with a value is told without the value: one of them is secret.
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     models: tuple[ModelEntry, ...] = ()
     cache_folder: str = "~/.cache/medley"
@@ -188,6 +229,7 @@ class ServiceConfig(ModelEntry):
     header_wait_s: Seconds = 15.0
     keepalive_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
     shutdown_grace_s: Seconds = 30.0
+    admin_key: SecretStr = SecretStr("")
 
     @model_validator(mode="after")
     def _check_models(self) -> Self:
@@ -216,8 +258,8 @@ class ServiceConfig(ModelEntry):
         """
         for entry in self.entries:
             entry.to_engine_config()
-            if entry.adapters:
-                raise ConfigError("adapters", "adapters come with a later version")
+        if not _KEY.fullmatch(self.admin_key.get_secret_value()):
+            raise ConfigError("admin_key", "must be of printable ASCII characters without spaces")
         model_ids = self.model_ids
         for model_id in model_ids:
             if model_ids.count(model_id) > 1:

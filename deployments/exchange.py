@@ -16,10 +16,11 @@ from deployments.http_io import (
     make_json_response,
     run_until_disconnect,
 )
-from deployments.service import GenerationService, begin_prompts
+from deployments.service import GenerationService, begin_prompts, join_adapter_versions
 from deployments.translate import Job
 
 _IGNORED_FIELDS_HEADER = "x-medley-ignored-fields"
+_ADAPTER_VERSION_HEADER = "x-medley-adapter-version"
 
 
 class GenerationExchange:
@@ -54,7 +55,10 @@ class GenerationExchange:
 
     async def _answer_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response = make_json_response(await self._service.collect(self._job), self._headers)
+            answer = await self._service.collect(self._job)
+            response = make_json_response(
+                answer.body, [*self._headers, *_tell_version(answer.adapter_version)]
+            )
         except Exception as error:  # noqa: BLE001 - the last resort: everything becomes an answer
             response = make_error_response(error, self._request_id, self._job.prompt_param)
         await response(scope, receive, send)
@@ -81,9 +85,8 @@ class GenerationExchange:
         try:
             # A refusal in this time is an HTTP status; later it can only be an event.
             await asyncio.wait({admission}, timeout=self._service.limits.header_wait_s)
-            if admission.done():
-                admission.result()
-            await writer.start(self._headers)
+            version = join_adapter_versions(admission.result()) if admission.done() else ""
+            await writer.start([*self._headers, *_tell_version(version)])
             admissions = await admission
         finally:
             admission.cancel()
@@ -97,3 +100,7 @@ class GenerationExchange:
                 if frames := events.add(prompt_index, message):
                     await writer.write(b"".join(frames))
         await writer.write(b"".join([*events.finish(), sse.DONE]))
+
+
+def _tell_version(version: str) -> list[tuple[str, str]]:
+    return [(_ADAPTER_VERSION_HEADER, version)] if version else []

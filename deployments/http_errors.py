@@ -70,6 +70,13 @@ class MethodNotAllowedError(HttpError):
         return f"{self.method} is not allowed here; allowed: {self.allowed}"
 
 
+class InvalidKeyError(HttpError):
+    """A route that wants a key got none, or a wrong one."""
+
+    def __str__(self) -> str:
+        return "this needs the right key, as the header 'Authorization: Bearer <key>'"
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorRow:
     """How one class of errors looks over HTTP.
@@ -159,10 +166,12 @@ ERROR_TABLE: Mapping[type[Exception], ErrorRow] = {
     ),
     RouteNotFoundError: _row(HTTPStatus.NOT_FOUND, _INVALID, "not_found"),
     MethodNotAllowedError: _row(HTTPStatus.METHOD_NOT_ALLOWED, _INVALID, "method_not_allowed"),
+    InvalidKeyError: _row(HTTPStatus.UNAUTHORIZED, "authentication_error", "invalid_api_key"),
 }
 
 _STATUS_SLUGS: Mapping[HTTPStatus, str] = {
     HTTPStatus.BAD_REQUEST: "bad_request",
+    HTTPStatus.UNAUTHORIZED: "unauthorized",
     HTTPStatus.NOT_FOUND: "not_found",
     HTTPStatus.METHOD_NOT_ALLOWED: "method_not_allowed",
     HTTPStatus.REQUEST_TIMEOUT: "request_timeout",
@@ -250,6 +259,8 @@ def _headers(row: ErrorRow, error: Exception) -> list[tuple[str, str]]:
         headers.append(("x-should-retry", "false"))
     if isinstance(error, MethodNotAllowedError):
         headers.append(("allow", error.allowed))
+    if isinstance(error, InvalidKeyError):
+        headers.append(("www-authenticate", "Bearer"))
     return headers
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from starlette.applications import Starlette
 
+from deployments.admin_key import AdminKey
+from deployments.admin_service import AdminService
 from deployments.http_io import check_body
 from deployments.refusal_log import quiet_refusals
 from deployments.routes import build_http_app
@@ -37,7 +39,8 @@ class Ingress:
 
     Handle methods validate as HTTP does and raise the same errors; there is no status to map. What
     HTTP tells in a header stands in the answer: if fields of the body have no effect, the answer
-    (of a stream the first event) has their names as ``ignored_fields``.
+    (of a stream the first event) has their names as ``ignored_fields``; if an adapter is named, it
+    has the version of its weights as ``adapter_version``.
 
     Owner: the replica's event loop.
     """
@@ -47,6 +50,7 @@ class Ingress:
         limits: ServiceLimits,
         handles: Mapping[str, ModelHandle],
         *,
+        admin_key: AdminKey | None = None,
         draw_seed: Callable[[], int] = _draw_seed,
         now_s: Callable[[], int] = _now_s,
     ) -> None:
@@ -55,15 +59,21 @@ class Ingress:
         Args:
             limits: of requests.
             handles: model id -> handle of its deployment.
+            admin_key: opens the admin routes; without one there are none.
             draw_seed: gives seeds in [0, 2**63) to requests without one.
             now_s: Unix time in seconds.
         """
         quiet_refusals()
         self._service = GenerationService(limits, handles, draw_seed, now_s)
+        self._admin = (
+            None
+            if admin_key is None
+            else AdminService(admin_key, limits.adapter_model_ids, handles, self._service.directory)
+        )
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the ASGI application; Serve asks for it in the replica."""
-        return build_http_app(self._service)
+        return build_http_app(self._service, self._admin)
 
     async def chat(self, body: Body) -> Body:
         """Answer a chat request whole.
@@ -137,24 +147,27 @@ class Ingress:
         return await self._service.drain(grace_s)
 
     async def _collect(self, body: Body, *, is_chat: bool) -> Body:
-        job = self._make_job(body, is_chat=is_chat, is_stream=False)
-        return {**await self._service.collect(job), **_tell_ignored(job)}
+        job = await self._make_job(body, is_chat=is_chat, is_stream=False)
+        answer = await self._service.collect(job)
+        version = answer.adapter_version
+        told = {"adapter_version": version} if version else {}
+        return {**answer.body, **told, **_tell_ignored(job)}
 
     async def _stream(self, body: Body, *, is_chat: bool) -> AsyncGenerator[Body, None]:
-        job = self._make_job(body, is_chat=is_chat, is_stream=True)
+        job = await self._make_job(body, is_chat=is_chat, is_stream=True)
         untold = _tell_ignored(job)
         async with contextlib.aclosing(self._service.stream(job)) as events:
             async for event in events:
                 yield {**event, **untold}
                 untold = {}
 
-    def _make_job(self, body: Body, *, is_chat: bool, is_stream: bool) -> Job:
+    async def _make_job(self, body: Body, *, is_chat: bool, is_stream: bool) -> Job:
         check_body(body, self._service.limits.max_body_bytes)
         if isinstance(body, dict):
             body = {**body, "stream": is_stream}
             if not is_stream:
                 body.pop("stream_options", None)
-        return self._service.make_job(body, is_chat=is_chat)
+        return await self._service.make_job(body, is_chat=is_chat)
 
 
 def _tell_ignored(job: Job) -> Body:

@@ -14,6 +14,10 @@ from collections.abc import AsyncGenerator, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
+from deployments.admin_service import AdapterAction
 from deployments.calls import GenerationCall, to_generation_request
 from deployments.encoding import encode_messages
 from deployments.records import Message
@@ -87,6 +91,41 @@ class ModelReplica:
                 for message in encode_messages(events, text):
                     yield message
 
+    async def list_adapters(self) -> list[str]:
+        """Return the ids of the adapters that can be named, sorted and bounded."""
+        return list(await self._engine.adapters.list_ids())
+
+    async def adapter_status(self) -> dict[str, Any]:
+        """Return which adapters this replica holds, and how they are used."""
+        adapters = [dataclasses.asdict(status) for status in self._engine.adapters.status()]
+        return {"replica_id": _replica_id(), "adapters": adapters}
+
+    async def act_on_adapter(self, action: str, adapter_id: str) -> dict[str, Any]:
+        """Load, pin, unpin or unload an adapter in this replica.
+
+        Args:
+            action: a value of ``deployments.admin_service.AdapterAction``.
+            adapter_id: which.
+
+        Returns:
+            This replica's id and, of a load, the version that was loaded.
+
+        Raises:
+            ModelServiceError: why it cannot be done.
+        """
+        desk = self._engine.adapters
+        version = None
+        match AdapterAction(action):
+            case AdapterAction.LOAD:
+                version = (await desk.prefetch(adapter_id)).version
+            case AdapterAction.PIN:
+                desk.pin(adapter_id)
+            case AdapterAction.UNPIN:
+                desk.unpin(adapter_id)
+            case AdapterAction.UNLOAD:
+                desk.unload(adapter_id)
+        return {"replica_id": _replica_id(), "version": version}
+
     async def ping(self) -> None:
         """Answer, if the engine is well.
 
@@ -113,6 +152,14 @@ class ModelReplica:
             return None
         self._is_stopped = True
         return self._engine.shutdown(drain_timeout_s=0.0)
+
+
+def _replica_id() -> str:
+    """Return Serve's name of this replica; "" outside of Serve."""
+    try:
+        return str(serve.get_replica_context().replica_id.unique_id)
+    except RayServeException:
+        return ""
 
 
 def _report_progress(line: str) -> None:

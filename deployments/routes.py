@@ -12,6 +12,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from deployments.admin_routes import AdminRoutes
+from deployments.admin_service import AdminService
 from deployments.exchange import GenerationExchange
 from deployments.http_errors import MethodNotAllowedError, RouteNotFoundError
 from deployments.http_io import (
@@ -25,13 +27,15 @@ from deployments.service import GenerationService
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
-def build_http_app(service: GenerationService) -> Starlette:
+def build_http_app(service: GenerationService, admin: AdminService | None = None) -> Starlette:
     """Return the ASGI application.
 
     Args:
         service: does the work; owned by the same event loop.
+        admin: does that of the admin routes; without it there are none.
     """
     routes = _Routes(service)
+    admin_routes = [] if admin is None else AdminRoutes(admin, service.limits.max_body_bytes).all()
     return Starlette(
         routes=[
             Route("/v1/chat/completions", _guard(routes.post_chat), methods=["POST"]),
@@ -39,6 +43,10 @@ def build_http_app(service: GenerationService) -> Starlette:
             Route("/v1/models", _guard(routes.get_models), methods=["GET"]),
             Route("/v1/models/{model_id:path}", _guard(routes.get_model), methods=["GET"]),
             Route("/health", _guard(routes.get_health), methods=["GET"]),
+            *(
+                Route(route.path, _guard(route.endpoint), methods=[route.method])
+                for route in admin_routes
+            ),
         ],
         exception_handlers={HTTPException: _answer_http_exception},
     )
@@ -55,10 +63,11 @@ class _Routes:
         return await self._generate(request, is_chat=False)
 
     async def get_models(self, _request: Request) -> ASGIApp:
-        return make_json_response(self._service.list_models())
+        return make_json_response(await self._service.directory.list_models())
 
     async def get_model(self, request: Request) -> ASGIApp:
-        return make_json_response(self._service.get_model(request.path_params["model_id"]))
+        name = request.path_params["model_id"]
+        return make_json_response(await self._service.directory.get_model(name))
 
     async def get_health(self, _request: Request) -> ASGIApp:
         await self._service.check_health()
@@ -66,7 +75,7 @@ class _Routes:
 
     async def _generate(self, request: Request, *, is_chat: bool) -> ASGIApp:
         body = await read_json(request, self._service.limits.max_body_bytes)
-        job = self._service.make_job(body, is_chat=is_chat)
+        job = await self._service.make_job(body, is_chat=is_chat)
         return GenerationExchange(self._service, job, get_request_id(request, job.response_id))
 
 

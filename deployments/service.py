@@ -10,16 +10,18 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from deployments.adapter_catalogues import AdapterCatalogues
 from deployments.answers import AnswerCollector, AnswerEvents
 from deployments.calls import PromptRecord
 from deployments.generation import GenerateHandle, Generation
 from deployments.logprob_objects import PromptResult
+from deployments.model_directory import ModelDirectory
 from deployments.open_requests import OpenRequests
 from deployments.records import AdmissionRecord
 from deployments.responses import Event, Reply, ReplyHead, make_fingerprint, make_reply
 from deployments.translate import Job, make_chat_job, make_completion_job
 from deployments.wire import parse_chat_request, parse_completion_request
-from models.errors import EngineDeadError, InvalidRequestError, ModelNotFoundError
+from models.errors import EngineDeadError, InvalidRequestError
 
 _HEALTH_TIMEOUT_S = 5.0
 # Log probabilities of prompt tokens (with their alternatives) in one answer: up to 50 MB of JSON.
@@ -33,12 +35,14 @@ class ServiceLimits:
     Attributes:
         probed_model_ids: models whose replicas a health check asks. One that may scale to none is
             not among them, since asking would keep it up.
+        adapter_model_ids: models that have a folder of adapters.
         max_body_bytes: largest request body.
         header_wait_s: seconds to wait for a stream's admission before headers go out.
         keepalive_s: seconds of silence after which a stream gets a comment.
     """
 
     probed_model_ids: tuple[str, ...]
+    adapter_model_ids: tuple[str, ...]
     max_body_bytes: int
     header_wait_s: float
     keepalive_s: float
@@ -50,6 +54,23 @@ class ModelHandle(Protocol):
     def options(self, **options: Any) -> Any:
         """Return the handle with other options."""
         ...
+
+    def broadcast(self, method_name: str, *args: Any) -> Any:
+        """Call every replica; the response's ``results_async`` gives what each said."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A whole answer.
+
+    Attributes:
+        body: the object.
+        adapter_version: version of the adapter's weights; "" if none is named.
+    """
+
+    body: Event
+    adapter_version: str
 
 
 class GenerationService:
@@ -91,10 +112,18 @@ class GenerationService:
         }
         self._draw_seed = draw_seed
         self._now_s = now_s
-        self._started_at_s = now_s()
+        # A model that may scale to none is not asked: that would keep it up.
+        catalogues = AdapterCatalogues(
+            {
+                model_id: handles[model_id].options(method_name="list_adapters")
+                for model_id in limits.adapter_model_ids
+                if model_id in limits.probed_model_ids
+            }
+        )
+        self.directory = ModelDirectory(tuple(handles), catalogues, now_s())
         self._open_requests = OpenRequests()
 
-    def make_job(self, body: object, *, is_chat: bool) -> Job:
+    async def make_job(self, body: object, *, is_chat: bool) -> Job:
         """Validate a request.
 
         Args:
@@ -103,16 +132,17 @@ class GenerationService:
 
         Raises:
             InvalidRequestError, InvalidSamplingParamsError: naming the field.
-            ModelNotFoundError, AdapterNotFoundError: what it names is not served.
+            ModelNotFoundError: ``model`` names nothing that is served.
+            EngineDeadError: ``model`` names an adapter, and a model does not tell which it has.
         """
         key = uuid.uuid4().hex
         if is_chat:
-            job = make_chat_job(parse_chat_request(body), key, self._draw_seed)
-        else:
-            job = make_completion_job(parse_completion_request(body), key, self._draw_seed)
-        if job.model_id not in self._generate:
-            raise ModelNotFoundError(job.model_id)
-        return job
+            chat = parse_chat_request(body)
+            selection = await self.directory.select(chat.model, chat.adapter_selector)
+            return make_chat_job(chat, selection, key, self._draw_seed)
+        completion = parse_completion_request(body)
+        selection = await self.directory.select(completion.model, completion.adapter_selector)
+        return make_completion_job(completion, selection, key, self._draw_seed)
 
     def open(self, job: Job) -> AbstractContextManager[Generation]:
         """Prepare the calls of a job; they are cancelled when the context is left.
@@ -127,12 +157,12 @@ class GenerationService:
         head = ReplyHead(
             id=job.response_id,
             created=self._now_s(),
-            model=job.model_id,
+            model=job.model_name,
             system_fingerprint=make_fingerprint(admission["numerics"]),
         )
         return make_reply(head, job.form)
 
-    async def collect(self, job: Job) -> Event:
+    async def collect(self, job: Job) -> Answer:
         """Return the whole answer.
 
         Raises:
@@ -146,12 +176,14 @@ class GenerationService:
                 async for prompt_index, message in messages:
                     collector.add(prompt_index, message)
             if job.form.num_prompt_alternatives is None:
-                return collector.finish()
-            # Up to two seconds of work (measured), in which nobody else may wait for this loop.
-            return await asyncio.to_thread(collector.finish)
+                body = collector.finish()
+            else:
+                # Up to two seconds of work (measured), in which nobody else may wait for this loop.
+                body = await asyncio.to_thread(collector.finish)
+            return Answer(body=body, adapter_version=join_adapter_versions(admissions))
 
     async def stream(self, job: Job) -> AsyncGenerator[Event, None]:
-        """Yield the events of the answer.
+        """Yield the events of the answer; the first one tells the ``adapter_version`` besides.
 
         Raises:
             ModelServiceError, SamplingError: whatever ended the generation.
@@ -160,35 +192,18 @@ class GenerationService:
             admissions = await generation.admit()
             reply = self.make_reply(job, admissions[0])
             events = AnswerEvents[Event](reply, job.form, begin_prompts(job, admissions))
+            version = join_adapter_versions(admissions)
+            untold = {"adapter_version": version} if version else {}
             for event in events.open():
-                yield event
+                yield {**event, **untold}
+                untold = {}
             async with contextlib.aclosing(generation.messages()) as messages:
                 async for prompt_index, message in messages:
                     for event in events.add(prompt_index, message):
-                        yield event
+                        yield {**event, **untold}
+                        untold = {}
             for event in events.finish():
                 yield event
-
-    def list_models(self) -> Event:
-        """Return the list of served models."""
-        return {"object": "list", "data": [self.get_model(name) for name in self._generate]}
-
-    def get_model(self, model_id: str) -> Event:
-        """Return one model.
-
-        Raises:
-            ModelNotFoundError: it is not served.
-        """
-        if model_id not in self._generate:
-            raise ModelNotFoundError(model_id[:256])
-        return {
-            "id": model_id,
-            "object": "model",
-            "created": self._started_at_s,
-            "owned_by": "medley",
-            "root": model_id,
-            "parent": None,
-        }
 
     async def check_health(self) -> None:
         """Check that requests would be served.
@@ -240,6 +255,15 @@ def begin_prompts(job: Job, admissions: Sequence[AdmissionRecord]) -> list[Promp
         )
         for call, admission in zip(job.calls, admissions, strict=True)
     ]
+
+
+def join_adapter_versions(admissions: Sequence[AdmissionRecord]) -> str:
+    """Return the adapter's version as an answer tells it; "" without an adapter.
+
+    Prompts of one request that were admitted around a change have two.
+    """
+    versions = (admission["adapter_version"] for admission in admissions)
+    return ", ".join(dict.fromkeys(version for version in versions if version))
 
 
 def _echo(prompt: PromptRecord, admission: AdmissionRecord) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from deployments.answer_form import AnswerForm
 from deployments.calls import GenerationCall, PromptRecord
+from deployments.model_directory import Selection
 from deployments.wire import ChatRequest, CompletionRequest, GenerationFields
 from deployments.wire_values import PromptItem
 from sampling.params import SamplingParams
@@ -35,7 +36,8 @@ class Job:
 
     Attributes:
         response_id: id of the answer.
-        model_id: which model.
+        model_name: as the request names what it wants; the answer repeats it.
+        model_id: which base model.
         calls: one per prompt.
         form: how the answer is told.
         is_stream: answer as a stream of events.
@@ -44,6 +46,7 @@ class Job:
     """
 
     response_id: str
+    model_name: str
     model_id: str
     calls: tuple[GenerationCall, ...]
     form: AnswerForm
@@ -52,11 +55,14 @@ class Job:
     ignored_fields: tuple[str, ...]
 
 
-def make_chat_job(request: ChatRequest, key: str, draw_seed: Callable[[], int]) -> Job:
+def make_chat_job(
+    request: ChatRequest, selection: Selection, key: str, draw_seed: Callable[[], int]
+) -> Job:
     """Return the job of a chat request.
 
     Args:
         request: validated.
+        selection: the model and the adapter that it means.
         key: makes ids that are unique in this service.
         draw_seed: gives a seed in [0, 2**63) when the request has none.
 
@@ -68,15 +74,18 @@ def make_chat_job(request: ChatRequest, key: str, draw_seed: Callable[[], int]) 
         for message in request.messages
     ]
     return _make_job(
-        request, f"chatcmpl-{key}", draw_seed, [{"kind": "chat", "messages": messages}]
+        request, selection, f"chatcmpl-{key}", draw_seed, [{"kind": "chat", "messages": messages}]
     )
 
 
-def make_completion_job(request: CompletionRequest, key: str, draw_seed: Callable[[], int]) -> Job:
+def make_completion_job(
+    request: CompletionRequest, selection: Selection, key: str, draw_seed: Callable[[], int]
+) -> Job:
     """Return the job of a completion request.
 
     Args:
         request: validated.
+        selection: the model and the adapter that it means.
         key: makes ids that are unique in this service.
         draw_seed: gives a seed in [0, 2**63) for each prompt when the request has none.
 
@@ -84,7 +93,7 @@ def make_completion_job(request: CompletionRequest, key: str, draw_seed: Callabl
         InvalidSamplingParamsError: a sampling parameter is out of range.
     """
     prompts = [_to_prompt_record(item) for item in request.prompt]
-    return _make_job(request, f"cmpl-{key}", draw_seed, prompts)
+    return _make_job(request, selection, f"cmpl-{key}", draw_seed, prompts)
 
 
 _MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "reasoning_content"}
@@ -92,6 +101,7 @@ _MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "reasoning_content
 
 def _make_job(
     request: GenerationFields,
+    selection: Selection,
     response_id: str,
     draw_seed: Callable[[], int],
     prompts: list[PromptRecord],
@@ -119,12 +129,14 @@ def _make_job(
             timeout_s=request.timeout_s,
             num_prompt_logprobs=form.num_prompt_alternatives,
             is_prompt_reported=form.is_prompt_reported,
+            adapter_id=selection.adapter_id,
         )
         for index, prompt in enumerate(prompts)
     )
     return Job(
         response_id=response_id,
-        model_id=request.model,
+        model_name=request.model,
+        model_id=selection.model_id,
         calls=calls,
         form=form,
         is_stream=request.stream,

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from models.errors import AdapterNotFoundError, InvalidRequestError
+from models.errors import InvalidRequestError
 
 _OFF: tuple[object, ...] = (False,)
 _EMPTY: tuple[object, ...] = ("", [], {})
@@ -88,8 +88,6 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 _MAX_IGNORED_FIELDS = 16
 _MAX_FIELD_NAME_CHARACTERS = 64
 
-_ADAPTER_SELECTORS = ("peft", "adapter_id", "lora_path")
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Exact:
@@ -107,14 +105,7 @@ def refuse_unsupported(body: Mapping[str, Any]) -> None:
 
     Raises:
         InvalidRequestError: naming a field that would change the answer.
-        AdapterNotFoundError: an adapter is named; none is served.
     """
-    for field in _ADAPTER_SELECTORS:
-        value = body.get(field, "")
-        if not isinstance(value, str):
-            raise InvalidRequestError(field, "must be a string or null")
-        if value:
-            raise AdapterNotFoundError(value[:256])
     for field in _NEUTRAL_VALUES.keys() & body.keys():
         if not _is_neutral(field, body[field]):
             raise InvalidRequestError(field, "this value is not supported by this server")
@@ -128,8 +119,7 @@ def find_ignored(names: Mapping[str, Any]) -> tuple[str, ...]:
     Args:
         names: fields of a request that its schema does not have.
     """
-    accepted = {*_NEUTRAL_VALUES, *_ADAPTER_SELECTORS}
-    ignored = filter(_is_harmless, sorted(names.keys() - accepted))
+    ignored = filter(_is_harmless, sorted(names.keys() - _NEUTRAL_VALUES.keys()))
     return tuple(itertools.islice(ignored, _MAX_IGNORED_FIELDS))
 
 

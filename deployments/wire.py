@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from deployments.adapter_names import AdapterSelector, read_selectors
 from deployments.answer_form import LogprobScope
 from deployments.unsupported import find_ignored, refuse_unsupported
 from deployments.wire_values import (
@@ -106,12 +107,19 @@ class GenerationFields(WireModel):
     tokens but the first and no drawn one; ``logprobs`` and ``top_logprobs`` say how many
     alternatives each has. ``prompt_logprobs`` (vLLM) is the number of alternatives in a list of
     its own. The third is ``echo`` with ``logprobs`` (see CompletionRequest).
+
+    ``peft`` names an adapter; ``adapter_id`` (LoRAX) and ``lora_path`` (SGLang, here an id and no
+    path) are other names of it, and "" names none. ``model`` may name one too, as
+    ``<base>:<adapter>`` or by its id alone. Those that are given must agree.
     """
 
     # What the operation's prompt is called.
     prompt_param: ClassVar[str]
 
     model: Annotated[str, Field(max_length=512)]
+    peft: str = ""
+    adapter_id: str = ""
+    lora_path: str = ""
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     min_tokens: Annotated[int, Field(ge=0, le=_INT32_MAX)] | None = None
@@ -146,6 +154,11 @@ class GenerationFields(WireModel):
     metadata: Metadata | None = None
 
     @model_validator(mode="after")
+    def _check_adapter(self) -> Self:
+        read_selectors(self._selectors)
+        return self
+
+    @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options", "is only allowed with stream=true")
@@ -177,6 +190,19 @@ class GenerationFields(WireModel):
                     field, "log probabilities of the prompt are not allowed with stream=true"
                 )
         return self
+
+    @property
+    def adapter_selector(self) -> AdapterSelector | None:
+        """The field beside ``model`` that names an adapter, if one does."""
+        return read_selectors(self._selectors)
+
+    @property
+    def _selectors(self) -> Mapping[str, str]:
+        return {
+            "peft": self.peft,
+            "adapter_id": self.adapter_id,
+            "lora_path": self.lora_path,
+        }
 
     @property
     def has_stream_usage(self) -> bool:
@@ -297,7 +323,6 @@ def parse_chat_request(body: object) -> ChatRequest:
 
     Raises:
         InvalidRequestError: naming the first field that is wrong.
-        AdapterNotFoundError: an adapter is named; none is served.
     """
     return _parse(ChatRequest, body)
 
@@ -310,7 +335,6 @@ def parse_completion_request(body: object) -> CompletionRequest:
 
     Raises:
         InvalidRequestError: naming the first field that is wrong.
-        AdapterNotFoundError: an adapter is named; none is served.
     """
     return _parse(CompletionRequest, body)
 

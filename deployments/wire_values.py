@@ -199,6 +199,7 @@ _REASONS: Mapping[str, str] = {
     "too_long": "must have at most {max_length} entries",
     "model_type": "must be an object",
     "literal_error": "must be one of {expected}",
+    "extra_forbidden": "is not known here",
 }
 
 

@@ -93,7 +93,7 @@ def build_adapter_desk(
     """
     if not config.path:
         return AdapterDesk(None, None, clock)
-    root = Path(config.path)
+    root = Path(config.path).expanduser()
     if not root.is_dir():
         raise ConfigError("adapters", f"there is no folder '{root}'")
     facts = _facts_of(loaded.model, modules, config, model_config)

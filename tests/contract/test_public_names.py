@@ -10,7 +10,10 @@ from deployments.ingress import Ingress
 from sampling.params import derive_seed
 
 BUILDER_ARGUMENTS = {
+    "adapter_device_budget_bytes",
+    "adapter_host_budget_bytes",
     "adapters",
+    "admin_key",
     "block_size_tokens",
     "cache_folder",
     "chat_template",
@@ -25,8 +28,11 @@ BUILDER_ARGUMENTS = {
     "keepalive_s",
     "kv_budget_bytes",
     "logits_processors",
+    "max_adapter_rank",
+    "max_adapter_wait_s",
     "max_body_bytes",
     "max_model_len_tokens",
+    "max_num_adapter_slots",
     "max_num_batched_tokens",
     "max_num_choices",
     "max_num_seqs",

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +13,18 @@ from tests.integration.tiny_service_model import TINY_ID, save_tiny_model
 
 APPLICATION = "medley"
 BUNDLED_ID = "smollm2-135m-instruct"
+ADMIN_KEY = "integration-tests"
 
 
 @dataclasses.dataclass(frozen=True)
 class Service:
-    """A running service with the bundled model and a tiny one."""
+    """A running service with the bundled model and a tiny one, and where the tiny one lies."""
 
     url: str
     handle: Any
     ray_address: str
+    model_folder: Path | None = None
+    adapter_folder: Path | None = None
 
     def stats(self, model_id: str) -> dict[str, Any]:
         """Return the state of a model's one engine."""
@@ -34,19 +38,22 @@ class Service:
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory):
-    """The service over real HTTP on a free port of this machine."""
+    """The service over real HTTP on a free port of this machine; no adapter is there yet."""
     folder = tmp_path_factory.mktemp("tiny")
     save_tiny_model(folder)
+    adapter_folder = tmp_path_factory.mktemp("adapters")
     arguments = {
         "cache_folder": str(CACHE_FOLDER),
         "shutdown_grace_s": 2.0,
         "max_body_bytes": 100_000,
+        "admin_key": ADMIN_KEY,
         "models": [
             {"kv_budget_bytes": 128 << 20},
             {
                 "model": str(folder),
                 "model_id": TINY_ID,
                 "dtype": "float32",
+                "adapters": str(adapter_folder),
                 "kv_budget_bytes": 16 << 20,
                 "max_num_seqs": 8,
                 "max_num_waiting": 8,
@@ -56,7 +63,7 @@ def service(tmp_path_factory):
         ],
     }
     with run_service(arguments) as running:
-        yield running
+        yield dataclasses.replace(running, model_folder=folder, adapter_folder=adapter_folder)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import json
 import httpx
 from ray.serve.exceptions import RequestCancelledError
 
+from deployments.admin_key import AdminKey
 from deployments.ingress import Ingress
 from deployments.service import ServiceLimits
 
@@ -16,6 +17,7 @@ SEED = 42
 
 LIMITS = ServiceLimits(
     probed_model_ids=(MODEL_ID,),
+    adapter_model_ids=(MODEL_ID,),
     max_body_bytes=20_000,
     header_wait_s=5.0,
     keepalive_s=5.0,
@@ -154,10 +156,18 @@ class FakeStream:
 
 
 class FakeHandle:
-    """A model's handle: plays a script for each call and remembers the calls."""
+    """A model's handle: plays a script for each call and remembers the calls.
 
-    def __init__(self, script=hello):
+    ``adapters`` are the ids that its replicas list, or the error that they raise instead;
+    ``replicas`` are what they answer to a broadcast: a value, or an error.
+    """
+
+    def __init__(self, script=hello, adapters=()):
         self.script = script
+        self.adapters = adapters
+        self.num_listings = 0
+        self.replicas = [{"replica_id": "one"}]
+        self.broadcasts = []
         self.calls = []
         self.streams = []
         self.ping_error = None
@@ -165,7 +175,13 @@ class FakeHandle:
 
     def options(self, **options):
         self.all_options.append(options)
-        return self if options["method_name"] == "generate" else _PingHandle(self)
+        handles = {"ping": _PingHandle, "list_adapters": _ListHandle}
+        method = options["method_name"]
+        return self if method == "generate" else handles[method](self)
+
+    def broadcast(self, method, *args):
+        self.broadcasts.append((method, *args))
+        return _BroadcastResponse(self.replicas)
 
     def remote(self, call):
         self.calls.append(call)
@@ -183,11 +199,38 @@ class _PingHandle:
             raise self._model.ping_error
 
 
-def make_ingress(script=hello, *, limits=LIMITS, handles=None):
+class _ListHandle:
+    def __init__(self, model):
+        self._model = model
+
+    async def remote(self):
+        self._model.num_listings += 1
+        await asyncio.sleep(0)
+        if isinstance(self._model.adapters, Exception):
+            raise self._model.adapters
+        return list(self._model.adapters)
+
+
+class _BroadcastResponse:
+    def __init__(self, replicas):
+        self._replicas = replicas
+
+    async def results_async(self, *, timeout_s, return_exceptions):
+        assert return_exceptions
+        if isinstance(self._replicas, Exception):
+            raise self._replicas
+        return list(self._replicas)
+
+
+def make_ingress(script=hello, *, limits=LIMITS, handles=None, admin_key=None):
     """An ingress over one fake model, and that model's handle."""
     handle = FakeHandle(script)
     ingress = Ingress(
-        limits, handles or {MODEL_ID: handle}, draw_seed=lambda: SEED, now_s=lambda: NOW_S
+        limits,
+        handles or {MODEL_ID: handle},
+        admin_key=None if admin_key is None else AdminKey.of(admin_key),
+        draw_seed=lambda: SEED,
+        now_s=lambda: NOW_S,
     )
     return ingress, handle
 

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from ray import cloudpickle
 
+from deployments.admin_key import AdminKey
 from deployments.app import build_app, make_deployment_name
 from deployments.config import ServiceConfig
 from models.errors import ConfigError
@@ -122,3 +124,31 @@ def test_a_hub_id_is_left_to_the_replica():
     _, _, models = built(model="some-org/some-model")
 
     assert models["some-model"].init_args[0].model.path == "some-org/some-model"
+
+
+def test_a_folder_of_adapters_that_does_not_exist_stops_the_build_with_a_sentence(tmp_path):
+    for folder in (tmp_path / "none", "s3://bucket/adapters"):
+        with pytest.raises(ConfigError) as caught:
+            built(adapters=str(folder))
+
+        assert caught.value.field == "adapters"
+        assert str(folder) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_models_with_a_folder_of_adapters_are_known_to_the_ingress(tmp_path):
+    _, limits, models = built(
+        models=[{"model_id": "with", "adapters": str(tmp_path)}, {"model_id": "without"}]
+    )
+
+    assert limits.adapter_model_ids == ("with",)
+    assert models["with"].init_args[0].adapters.path == str(tmp_path)
+
+
+def test_the_ingress_gets_no_admin_key_but_its_digest():
+    ingress, _, _ = built(admin_key="s3cret")
+    without, _, _ = built()
+
+    assert ingress.init_kwargs == {"admin_key": AdminKey.of("s3cret")}
+    assert b"s3cret" not in cloudpickle.dumps(ingress.init_kwargs)
+    assert without.init_kwargs == {"admin_key": None}

@@ -7,12 +7,32 @@ import yaml
 from pydantic import ValidationError
 
 from deployments.config import ModelEntry, ServiceConfig
-from models.config import EngineConfig, KVCacheConfig, ModelConfig, SchedulerConfig
+from models.config import (
+    AdapterConfig,
+    EngineConfig,
+    KVCacheConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from models.errors import ConfigError
 
 # (part of the core configuration, its field) -> the flat field, where the names differ
-RENAMED = {("model", "path"): "model", ("kv_cache", "budget_bytes"): "kv_budget_bytes"}
-PARTS = {"model": ModelConfig, "kv_cache": KVCacheConfig, "scheduler": SchedulerConfig}
+RENAMED = {
+    ("model", "path"): "model",
+    ("kv_cache", "budget_bytes"): "kv_budget_bytes",
+    ("adapters", "path"): "adapters",
+    ("adapters", "max_rank"): "max_adapter_rank",
+    ("adapters", "max_num_slots"): "max_num_adapter_slots",
+    ("adapters", "device_budget_bytes"): "adapter_device_budget_bytes",
+    ("adapters", "host_budget_bytes"): "adapter_host_budget_bytes",
+    ("adapters", "max_slot_wait_s"): "max_adapter_wait_s",
+}
+PARTS = {
+    "model": ModelConfig,
+    "kv_cache": KVCacheConfig,
+    "scheduler": SchedulerConfig,
+    "adapters": AdapterConfig,
+}
 CORE_FIELDS = [
     *((part, field.name) for part, kind in PARTS.items() for field in dataclasses.fields(kind)),
     ("", "default_max_tokens"),
@@ -34,6 +54,12 @@ OTHER_VALUES = {
     "max_num_batched_tokens": 77,
     "max_num_waiting": 6,
     "max_num_choices": 4,
+    "adapters": "/adapters",
+    "max_adapter_rank": 8,
+    "max_num_adapter_slots": 2,
+    "adapter_device_budget_bytes": 111,
+    "adapter_host_budget_bytes": 222,
+    "max_adapter_wait_s": 1.5,
     "default_max_tokens": 11,
     "logits_processors": ("mine:One", "mine:Two"),
 }
@@ -111,7 +137,13 @@ def test_what_cannot_be_meant_is_refused(arguments):
         ({"logits_processors": [":One"]}, "logits_processors"),
         ({"logits_processors": ["mine:"]}, "logits_processors"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
-        ({"adapters": "/adapters"}, "adapters"),
+        ({"max_adapter_rank": 0}, "max_adapter_rank"),
+        ({"max_num_adapter_slots": 0}, "max_num_adapter_slots"),
+        ({"adapter_device_budget_bytes": 0}, "adapter_device_budget_bytes"),
+        ({"adapter_host_budget_bytes": 0}, "adapter_host_budget_bytes"),
+        ({"max_adapter_wait_s": 0}, "max_adapter_wait_s"),
+        ({"admin_key": "two words"}, "admin_key"),
+        ({"admin_key": "schlüssel"}, "admin_key"),
         ({"models": [{"model_id": "a"}, {"model_id": "a"}]}, "model_id"),
         ({"models": [{}, {}]}, "model_id"),
     ],
@@ -156,3 +188,28 @@ def test_a_file_may_name_several_models_each_with_its_own_replicas():
 def test_a_configuration_cannot_be_written_to():
     with pytest.raises(ValidationError):
         ServiceConfig().replicas = 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"admin_key": "s3cret s3cret"},
+        {"admin_key": ["s3cret"]},
+        {"admin_kye": "s3cret"},
+        {"admin_key": "s3cret", "replicas": 0},
+        {"admin_key": "s3cret", "dtype": "int3"},
+    ],
+)
+def test_the_admin_key_is_in_no_complaint_about_a_configuration(arguments):
+    with pytest.raises((ValidationError, ConfigError)) as caught:
+        ServiceConfig.model_validate(arguments).check()
+
+    assert "s3cret" not in str(caught.value) + repr(caught.value)
+
+
+def test_the_admin_key_is_not_shown_with_the_configuration():
+    config = ServiceConfig(admin_key="s3cret")
+
+    config.check()
+    assert "s3cret" not in f"{config!r} {config} {config.model_dump_json()}"
+    assert config.admin_key.get_secret_value() == "s3cret"

@@ -219,14 +219,6 @@ async def test_an_unknown_model_is_a_404():
     assert "other" in assert_problem(response, 404, "model_not_found", "model")["message"]
 
 
-@pytest.mark.parametrize("field", ["peft", "adapter_id", "lora_path"])
-async def test_a_named_adapter_is_a_404_and_never_the_base_model(field):
-    response, handle = await send("POST", CHAT, json=chat_body(**{field: "x"}))
-
-    assert_problem(response, 404, "adapter_not_found", "peft")
-    assert handle.calls == []
-
-
 @pytest.mark.parametrize(
     ("error", "status", "code", "param"),
     [

@@ -6,7 +6,6 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from models.errors import (
-    AdapterNotFoundError,
     EngineDeadError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -105,7 +104,8 @@ async def test_the_stream_field_does_not_count_for_a_call():
     [
         (chat_body(messages=[]), InvalidRequestError),
         (chat_body(model="other"), ModelNotFoundError),
-        (chat_body(peft="x"), AdapterNotFoundError),
+        (chat_body(peft="../x"), InvalidRequestError),
+        (chat_body(peft="a", adapter_id="b"), InvalidRequestError),
         (chat_body(top_p=2), InvalidSamplingParamsError),
         (chat_body(temperature=float("nan")), InvalidRequestError),
         (chat_body(n=2**70), InvalidRequestError),

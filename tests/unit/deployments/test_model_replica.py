@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import sys
 import time
 import types
@@ -10,8 +11,15 @@ import pytest
 
 from deployments.model_replica import ModelReplica
 from models.config import EngineConfig
+from models.engine.adapter_desk import AdapterStatus
 from models.engine.async_engine import AsyncEngine
-from models.errors import DeadlineExceededError, EngineDeadError, InvalidRequestError
+from models.errors import (
+    AdapterNotFoundError,
+    DeadlineExceededError,
+    EngineDeadError,
+    InvalidRequestError,
+)
+from models.requests import AdapterRef
 from sampling.errors import InvalidSamplingParamsError
 from tests.unit.models.engine.fakes import ByteText, EchoRunner, GatedRunner, make_engine
 
@@ -233,3 +241,102 @@ async def test_a_stopped_replica_is_collected_without_a_warning(make_replica):
     assert replica.__del__() is None
     del replica
     gc.collect()
+
+
+class Desk:
+    """An AdapterDesk that remembers what it was told."""
+
+    def __init__(self):
+        self.told = []
+
+    async def list_ids(self):
+        return ("a", "org/b")
+
+    async def prefetch(self, adapter_id):
+        if adapter_id == "nobody":
+            raise AdapterNotFoundError(adapter_id)
+        self.told.append(("prefetch", adapter_id))
+        return AdapterRef(adapter_id, "v1")
+
+    def pin(self, adapter_id):
+        self.told.append(("pin", adapter_id))
+
+    def unpin(self, adapter_id):
+        self.told.append(("unpin", adapter_id))
+
+    def unload(self, adapter_id):
+        self.told.append(("unload", adapter_id))
+
+    def status(self):
+        return (
+            AdapterStatus(
+                adapter_id="a",
+                version="v1",
+                tier="device",
+                num_bytes=10,
+                num_hits=2,
+                last_used_s=0.5,
+                num_in_flight=1,
+                is_pinned=True,
+            ),
+        )
+
+
+@pytest.fixture
+def desk(monkeypatch):
+    desk = Desk()
+    monkeypatch.setattr(AsyncEngine, "adapters", property(lambda _: desk))
+    return desk
+
+
+@pytest.mark.parametrize(
+    ("action", "told", "version"),
+    [
+        ("load", "prefetch", "v1"),
+        ("pin", "pin", None),
+        ("unpin", "unpin", None),
+        ("unload", "unload", None),
+    ],
+)
+async def test_an_action_reaches_the_engines_adapters(make_replica, desk, action, told, version):
+    done = await make_replica().act_on_adapter(action, "org/b")
+
+    assert done == {"replica_id": "", "version": version}
+    assert desk.told == [(told, "org/b")]
+
+
+async def test_an_action_that_fails_raises_our_error(make_replica, desk):
+    with pytest.raises(AdapterNotFoundError):
+        await make_replica().act_on_adapter("load", "nobody")
+
+
+async def test_adapters_and_their_state_are_told_in_plain_values(make_replica, desk):
+    replica = make_replica()
+
+    status = await replica.adapter_status()
+
+    assert await replica.list_adapters() == ["a", "org/b"]
+    assert status == {
+        "replica_id": "",
+        "adapters": [
+            {
+                "adapter_id": "a",
+                "version": "v1",
+                "tier": "device",
+                "num_bytes": 10,
+                "num_hits": 2,
+                "last_used_s": 0.5,
+                "num_in_flight": 1,
+                "is_pinned": True,
+            }
+        ],
+    }
+    assert json.loads(json.dumps(status)) == status
+
+
+async def test_an_adapter_of_an_engine_without_adapters_is_unknown(make_replica):
+    with pytest.raises(AdapterNotFoundError):
+        await read(make_replica(), make_call(adapter_id="a"))
+    with pytest.raises(AdapterNotFoundError):
+        await make_replica().act_on_adapter("load", "a")
+    assert await make_replica().list_adapters() == []

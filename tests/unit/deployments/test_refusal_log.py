@@ -8,6 +8,7 @@ from ray.exceptions import RayTaskError
 
 from deployments.refusal_log import quiet_refusals
 from models.errors import (
+    AdapterNotFoundError,
     ChatTemplateError,
     ConfigError,
     ContextLengthExceededError,
@@ -200,7 +201,9 @@ ENDINGS = {
     "too many": ({"stop": [CANARY] * 17}, None, 400),
     "bad message": ({"messages": [{"role": CANARY, "content": CANARY}]}, None, 400),
     "unknown model": ({"model": CANARY}, None, 404),
-    "unknown adapter": ({"peft": CANARY}, None, 404),
+    "adapter that is no id": ({"peft": f"{CANARY}/.."}, None, 400),
+    "two adapters": ({"peft": CANARY, "adapter_id": "other"}, None, 400),
+    "unknown adapter": ({"peft": CANARY}, refuse_with(AdapterNotFoundError(CANARY)), 404),
     "refused": ({}, refuse_with(ChatTemplateError(CANARY)), 400),
     "failed": ({}, refuse_with(SequenceFailedError(CANARY)), 500),
     "fault": ({}, refuse_with(KeyError("unforeseen")), 500),

@@ -4,6 +4,7 @@ import pytest
 
 from deployments.answer_form import LogprobScope
 from deployments.calls import to_generation_request
+from deployments.model_directory import Selection
 from deployments.translate import make_chat_job, make_completion_job
 from deployments.wire import parse_chat_request, parse_completion_request
 from models.requests import ChatPrompt, TextPrompt, TokenPrompt
@@ -11,15 +12,18 @@ from sampling.errors import InvalidSamplingParamsError
 from sampling.params import SamplingParams
 from tests.unit.deployments.fakes import MODEL_ID, chat_body, completion_body
 
+BASE = Selection(model_id=MODEL_ID, adapter_id=None)
+
 
 def chat_job(**fields):
-    return make_chat_job(parse_chat_request(chat_body(**fields)), "key", lambda: 5)
+    request = parse_chat_request(chat_body(**fields))
+    return make_chat_job(request, BASE, "key", lambda: 5)
 
 
 def completion_job(**fields):
     seeds = iter(range(100))
     request = parse_completion_request(completion_body(**fields))
-    return make_completion_job(request, "key", lambda: next(seeds))
+    return make_completion_job(request, BASE, "key", lambda: next(seeds))
 
 
 def engine_request(**fields):
@@ -38,6 +42,7 @@ def test_a_bare_request_takes_every_default_of_the_engine():
     assert not request.is_stop_included
     assert request.cache_salt is None
     assert request.timeout_s is None
+    assert request.adapter_id is None
     assert request.adapter is None
 
 
@@ -266,3 +271,21 @@ def test_the_job_knows_how_to_answer():
     assert job.ignored_fields == ("frobnicate",)
     assert completion_job().response_id == "cmpl-key"
     assert completion_job().prompt_param == "prompt"
+
+
+def test_an_adapter_reaches_the_engine_with_every_prompt_and_the_answer_keeps_its_name():
+    request = parse_completion_request(completion_body(model="mine", prompt=["a", "b"]))
+    selection = Selection(model_id=MODEL_ID, adapter_id="org/mine")
+
+    job = make_completion_job(request, selection, "key", lambda: 1)
+
+    engine_requests = [to_generation_request(call) for call in job.calls]
+    assert [request.adapter_id for request in engine_requests] == ["org/mine"] * 2
+    assert (job.model_name, job.model_id) == ("mine", MODEL_ID)
+
+
+def test_a_call_of_a_version_that_knew_no_adapters_runs_the_base_model():
+    call = dict(chat_job().calls[0])
+    del call["adapter_id"]
+
+    assert to_generation_request(call).adapter_id is None

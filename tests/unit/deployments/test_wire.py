@@ -12,7 +12,7 @@ from deployments.wire import (
     parse_chat_request,
     parse_completion_request,
 )
-from models.errors import AdapterNotFoundError, InvalidRequestError, RequestError
+from models.errors import InvalidRequestError, RequestError
 from tests.unit.deployments.fakes import chat_body, completion_body
 
 json_values = st.recursive(
@@ -23,9 +23,7 @@ json_values = st.recursive(
     ),
     max_leaves=8,
 )
-all_fields = sorted(
-    {*ChatRequest.model_fields, *CompletionRequest.model_fields, "tools", "peft", "x"}
-)
+all_fields = sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields, "tools", "x"})
 
 
 @given(st.dictionaries(st.sampled_from(all_fields), json_values))
@@ -109,18 +107,6 @@ def test_false_is_not_zero_and_one_is_not_true():
     for fields in ({"echo": 0}, {"priority": False}, {"add_generation_prompt": 1}):
         with pytest.raises(InvalidRequestError):
             parse_chat_request(chat_body(**fields))
-
-
-@pytest.mark.parametrize("peft", [None, ""])
-def test_no_adapter_is_the_base_model(peft):
-    assert parse_chat_request(chat_body(peft=peft)).ignored_fields == ()
-
-
-def test_the_name_of_an_adapter_is_cut_in_its_error():
-    with pytest.raises(AdapterNotFoundError) as caught:
-        parse_chat_request(chat_body(peft="x" * 10_000))
-
-    assert len(str(caught.value)) < 400
 
 
 def test_best_of_may_equal_n_also_in_a_stream():
