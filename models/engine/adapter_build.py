@@ -16,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 from models.adapters.catalogue import AdapterCatalogue, CatalogueConfig
 from models.adapters.folder_source import FolderSource
 from models.adapters.ledger import AdapterLedger, plan_bucket_ranks
-from models.adapters.reading import parse_adapter
-from models.adapters.source import AdapterFiles, read_contents
+from models.adapters.reading import read_adapter
+from models.adapters.source import AdapterFiles
 from models.adapters.store import AdapterStore
 from models.adapters.weights import AdapterWeights, ModelFacts, ModuleShape
 from models.config import AdapterConfig, ModelConfig
@@ -25,7 +25,6 @@ from models.engine.adapter_desk import AdapterDesk
 from models.errors import ConfigError
 from models.loading.arithmetic import product_dtype
 from models.loading.loader import LoadedModel
-from models.requests import AdapterRef
 from models.runner.adapter_layers import AdapterLayers, discover_modules
 from models.scheduling.adapter_seats import AdapterSeats
 
@@ -99,9 +98,7 @@ def build_adapter_desk(
     facts = _facts_of(loaded.model, modules, config, model_config)
 
     def load(files: AdapterFiles) -> AdapterWeights:
-        contents = read_contents(files)
-        ref = AdapterRef(files.adapter_id, files.version)
-        weights = parse_adapter(ref, contents, facts)
+        weights = read_adapter(files, facts)
         for warning in weights.warnings:
             _logger.warning("adapter %s: %s", files.adapter_id, warning)
         return weights

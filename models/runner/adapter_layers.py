@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,13 +10,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from models.adapters.store import BIAS, INPUT_GAIN, OUTPUT_GAIN, AdapterStore
+from models.adapters.store import BIAS, INPUT_GAIN, OUTPUT_GAIN, AdapterStore, LoraSlots
 from models.adapters.weights import ModuleShape
 from models.attention.backend import own_attention
-from models.runner.adapter_layout import AdapterLayout, RowGroups, SlotRows
+from models.runner.adapter_layout import AdapterLayout, RowGroups, RowRange, SlotRows
 from models.runner.row_stability import LINEAR_CLASSES
 
 _PROBE_TOKENS = 3
+# What changes no bit of any number when it is added; 0.0 would turn -0.0 into 0.0.
+_NOTHING = -0.0
 
 
 class AdapterLayers:
@@ -41,6 +44,7 @@ class AdapterLayers:
         self._gathered_from: Tensor | None = None
         self._gathered: dict[int, Tensor] = {}
         self._selected: dict[tuple[int, frozenset[int]], tuple[Tensor, Tensor]] = {}
+        self._sums: dict[int, Tensor] = {}
         for index, shape in enumerate(store.modules):
             module = model.get_submodule(shape.name)
             module.register_forward_pre_hook(_BeforeModule(self, index))
@@ -52,6 +56,7 @@ class AdapterLayers:
         self._gathered_from = None
         self._gathered.clear()
         self._selected.clear()
+        self._sums.clear()
 
     def scale_inputs(self, index: int, inputs: Tensor) -> Tensor | None:
         """Return inputs [..., P, K] of a module with the gains of their rows; None if unchanged."""
@@ -74,8 +79,14 @@ class AdapterLayers:
         layout = self._layout
         assert layout is not None
         flat = outputs.view(-1, outputs.shape[-1])
-        for number, groups in enumerate(layout.groups):
-            self._add_lora_(index, number, groups, inputs, flat)
+        pairs = [
+            self._store.lora(groups.bucket_rank, index, groups.slots_in_use)
+            for groups in layout.groups
+        ]
+        if layout.row_range is None:
+            self._add_by_rows_(layout, pairs, inputs, flat)
+        elif any(pairs):
+            self._add_to_range_(layout, layout.row_range, pairs, inputs, flat)
         for bucket in layout.buckets:
             self._scale_outputs_(index, module, bucket, flat)
             self._add_bias_(index, bucket, flat)
@@ -85,21 +96,51 @@ class AdapterLayers:
         """Whether the step has rows of adapters."""
         return self._layout is not None
 
-    def _add_lora_(
-        self, index: int, number: int, groups: RowGroups, inputs: Tensor, flat: Tensor
+    def _add_to_range_(
+        self,
+        layout: AdapterLayout,
+        row_range: RowRange,
+        pairs: Sequence[LoraSlots | None],
+        inputs: Tensor,
+        flat: Tensor,
     ) -> None:
-        pair = self._store.lora(groups.bucket_rank, index, groups.slots_in_use)
-        if pair is None:
-            return
-        gathered = self._gather(number, groups, inputs)
-        if groups.slot_range is not None:
-            a, b = pair.a[groups.slot_range], pair.b[groups.slot_range]
-        else:
-            a, b = pair.a.index_select(0, groups.slots), pair.b.index_select(0, groups.slots)
-        added = torch.bmm(torch.bmm(gathered, a), b).flatten(0, 1)
-        if groups.places is not None:
-            added = added.index_select(0, groups.places)
-        flat.index_add_(0, groups.rows, added.to(flat.dtype))
+        """Write the products of all groups into one tensor and add that in one go."""
+        width = flat.shape[1]
+        products = self._sums.get(width)
+        if products is None:
+            products = torch.empty(
+                row_range.num_places + 1, width, dtype=self._store.dtype, device=flat.device
+            )
+            products[-1] = _NOTHING
+            self._sums[width] = products
+        place = 0
+        for number, (groups, pair) in enumerate(zip(layout.groups, pairs, strict=True)):
+            own = products[place : place + groups.gathered.shape[0]]
+            place += groups.gathered.shape[0]
+            if pair is None:
+                own.fill_(_NOTHING)
+                continue
+            a, b = _pairs_of(groups, pair)
+            inner = torch.bmm(self._gather(number, groups, inputs), a)
+            torch.bmm(inner, b, out=own.view(groups.num_groups, -1, width))
+        added = products.index_select(0, row_range.places)
+        flat[row_range.start : row_range.stop] += added.to(flat.dtype)
+
+    def _add_by_rows_(
+        self,
+        layout: AdapterLayout,
+        pairs: Sequence[LoraSlots | None],
+        inputs: Tensor,
+        flat: Tensor,
+    ) -> None:
+        for number, (groups, pair) in enumerate(zip(layout.groups, pairs, strict=True)):
+            if pair is None:
+                continue
+            a, b = _pairs_of(groups, pair)
+            added = torch.bmm(torch.bmm(self._gather(number, groups, inputs), a), b).flatten(0, 1)
+            if groups.places is not None:
+                added = added.index_select(0, groups.places)
+            flat.index_add_(0, groups.rows, added.to(flat.dtype))
 
     def _gather(self, number: int, groups: RowGroups, inputs: Tensor) -> Tensor:
         """Return the rows of the groups, [G, M, K]; modules that share an input share them."""
@@ -176,6 +217,13 @@ class _AfterModule:
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], outputs: Tensor) -> None:
         if self._layers.is_active:
             self._layers.add_(self._index, module, inputs[0], outputs)
+
+
+def _pairs_of(groups: RowGroups, pair: LoraSlots) -> tuple[Tensor, Tensor]:
+    """Return the pairs of the groups, [G, K, R] and [G, R, N]."""
+    if groups.slot_range is not None:
+        return pair.a[groups.slot_range], pair.b[groups.slot_range]
+    return pair.a.index_select(0, groups.slots), pair.b.index_select(0, groups.slots)
 
 
 def discover_modules(model: PreTrainedModel) -> tuple[ModuleShape, ...]:

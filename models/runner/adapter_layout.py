@@ -12,6 +12,12 @@ from models.adapters.ledger import Slot
 
 # Groups of rows are padded to a multiple of this, as the rows of a step are.
 GROUP_MULTIPLE_ROWS = 8
+# So many unused slots among used ones are multiplied too: a copy of the used ones reads and writes
+# all of their matrices.
+_MAX_HOLES_PER_USED_SLOT = 1 / 3
+# Rows without an adapter are added to as well (a zero) if they are at most so many of all: one sum
+# over a range of rows takes a third of the time of a sum per row.
+_MAX_BASE_ROWS_PER_ROW = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ class RowGroups:
         bucket_rank: of the bucket.
         slots_in_use: the slots of the groups.
         num_groups: G.
-        slots: [G] int64, the slot of each group.
+        slots: [G] int64, the slot of each group; where a range needs it, unused ones too.
         slot_range: the same as a range if they are consecutive and rising, so that nothing needs
             to be copied; else None.
         gathered: [G * M] int64, the row at each place; places that are padding name row 0.
@@ -73,11 +79,36 @@ class SlotRows:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RowRange:
+    """Rows [start, stop) of the step, of which most have adapters.
+
+    Attributes:
+        start: first row.
+        stop: behind the last one.
+        places: [stop - start] int64, each row's place when the places of all groups are numbered
+            through; one behind the last place for a row that is in no group.
+        num_places: of all groups.
+    """
+
+    start: int
+    stop: int
+    places: Tensor
+    num_places: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class AdapterLayout:
-    """All of one step; rows that are in none of it use the base model."""
+    """All of one step; rows that are in none of it use the base model.
+
+    Attributes:
+        groups: every row with an adapter is in one group.
+        buckets: the same rows by bucket.
+        row_range: where these rows lie, None if too many others lie between them.
+    """
 
     groups: tuple[RowGroups, ...]
     buckets: tuple[SlotRows, ...]
+    row_range: RowRange | None
 
 
 def make_adapter_layout(
@@ -105,15 +136,17 @@ def make_adapter_layout(
     for (rank, slot), rows in sorted(rows_of_slot.items()):
         for tile in _tiles(rows, max_group_rows):
             by_size.setdefault((rank, _group_size(len(tile))), []).append((slot, tile))
+    groups = tuple(
+        _make_groups(rank, size, members, device)
+        for (rank, size), members in sorted(by_size.items())
+    )
     return AdapterLayout(
-        groups=tuple(
-            _make_groups(rank, size, members, device)
-            for (rank, size), members in sorted(by_size.items())
-        ),
+        groups=groups,
         buckets=tuple(
             _make_slot_rows(rank, rows_of_slot, device)
             for rank in sorted({rank for rank, _ in rows_of_slot})
         ),
+        row_range=_make_row_range(groups, device),
     )
 
 
@@ -133,6 +166,8 @@ def _group_size(num_rows: int) -> int:
 def _make_groups(
     rank: int, size: int, members: list[tuple[int, list[int]]], device: torch.device
 ) -> RowGroups:
+    slots_in_use = frozenset(slot for slot, _ in members)
+    members = _fill_holes(members)
     slots = [slot for slot, _ in members]
     gathered: list[int] = []
     places: list[int] = []
@@ -145,7 +180,7 @@ def _make_groups(
     is_range = slots == list(range(slots[0], slots[0] + len(slots)))
     return RowGroups(
         bucket_rank=rank,
-        slots_in_use=frozenset(slots),
+        slots_in_use=slots_in_use,
         num_groups=len(members),
         slots=torch.tensor(slots, device=device),
         slot_range=slice(slots[0], slots[0] + len(slots)) if is_range else None,
@@ -153,6 +188,35 @@ def _make_groups(
         rows=torch.tensor(rows, device=device),
         places=None if len(rows) == len(gathered) else torch.tensor(places, device=device),
     )
+
+
+def _fill_holes(members: list[tuple[int, list[int]]]) -> list[tuple[int, list[int]]]:
+    """Put empty groups between those of nearly consecutive slots, so that they make a range."""
+    slots = [slot for slot, _ in members]
+    wanted = range(slots[0], slots[-1] + 1)
+    num_used = len(set(slots))
+    if num_used < len(slots) or len(wanted) > num_used * (1 + _MAX_HOLES_PER_USED_SLOT):
+        return members
+    tiles = dict(members)
+    return [(slot, tiles.get(slot, [])) for slot in wanted]
+
+
+def _make_row_range(groups: Sequence[RowGroups], device: torch.device) -> RowRange | None:
+    place_of_row: dict[int, int] = {}
+    num_places = 0
+    for each in groups:
+        rows = each.rows.tolist()
+        places = range(len(rows)) if each.places is None else each.places.tolist()
+        place_of_row.update(
+            (row, num_places + place) for row, place in zip(rows, places, strict=True)
+        )
+        num_places += each.gathered.numel()
+    start, stop = min(place_of_row), max(place_of_row) + 1
+    num_base_rows = stop - start - len(place_of_row)
+    if num_base_rows > _MAX_BASE_ROWS_PER_ROW * len(place_of_row):
+        return None
+    places_of_range = [place_of_row.get(row, num_places) for row in range(start, stop)]
+    return RowRange(start, stop, torch.tensor(places_of_range, device=device), num_places)
 
 
 def _make_slot_rows(
