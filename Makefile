@@ -1,15 +1,19 @@
 # The commands of this project. Each sets up .venv first if needed: once in minutes, then in no time.
 #   make serve     serve the bundled model on 127.0.0.1:8000; ARGS="model=... port=..." for your own
+#   make demo-adapters  the same questions to the bundled model and to two adapters, in one batch
+#   make train-adapters  train these two adapters anew
 #   make test      every test that a CPU machine can run
 #   make check     lint, format, types, import rules
 #   make test-unit the quick tests: no Ray, no real model
 #   make fmt       format the code
 #   make bench     print the table of speeds
 #   make bench-sampling  the same of sampling by itself, beside transformers' processors
+#   make bench-adapters  what adapters cost, beside the same engine without them
 #   make soak      the long runs
 #   make lock      resolve the dependencies anew into constraints.txt
 #   make clean     remove caches (not .venv)
-.PHONY: serve test check test-unit fmt bench bench-sampling soak lock clean setup
+.PHONY: serve demo-adapters train-adapters test check test-unit fmt bench bench-sampling bench-adapters soak lock
+.PHONY: clean setup
 .NOTPARALLEL:
 
 # Asked for only when .venv must be made. A pyenv shim may exist and still not run: try each.
@@ -24,6 +28,13 @@ ARGS ?=
 
 serve: $(STAMP)
 	@exec $(VENV_PYTHON) -m cluster.launch up $(ARGS)
+
+# Trains first what .cache/medley/adapters lacks. ARGS goes to the service: "port=8080".
+demo-adapters: $(STAMP)
+	@exec $(VENV_PYTHON) -m examples.demo_adapters $(ARGS)
+
+train-adapters: $(STAMP)
+	@exec $(VENV_PYTHON) -m examples.train_adapters $(ARGS)
 
 test: $(STAMP)
 	$(VENV_PYTHON) -m pytest -q -m "not gpu and not bench and not soak"
@@ -51,6 +62,11 @@ bench: $(STAMP)
 bench-sampling: $(STAMP)
 	$(VENV_PYTHON) -m pytest -q -s -m bench tests/benchmarks/test_sampling_speed.py \
 		--bench-sampling $(if $(SAVE),--bench-save) $(if $(QUICK),--bench-quick) $(ARGS)
+
+# SAVE=1 also writes docs/benchmarks-adapters.md; QUICK=1 only shows that everything runs.
+bench-adapters: $(STAMP)
+	$(VENV_PYTHON) -m pytest -q -s -m bench tests/benchmarks/test_adapter_speed.py \
+		--bench-adapters $(if $(SAVE),--bench-save) $(if $(QUICK),--bench-quick) $(ARGS)
 
 soak: $(STAMP)
 	$(VENV_PYTHON) -m pytest -q -s -m soak tests/soak $(ARGS)

@@ -1,4 +1,4 @@
-"""Options of ``make bench`` and ``make bench-sampling``."""
+"""Options of ``make bench``, ``make bench-sampling`` and ``make bench-adapters``."""
 
 import pytest
 
@@ -12,4 +12,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--bench-save", action="store_true", help="also write the page in docs/")
     group.addoption("--bench-sampling", action="store_true", help="measure sampling by itself")
+    group.addoption("--bench-adapters", action="store_true", help="measure what adapters cost")
     group.addoption("--bench-quick", action="store_true", help="little work: figures mean nothing")

@@ -31,9 +31,9 @@ class Sizes:
 
     client_counts: tuple[int, ...] = (1, 8, 32)
     num_prompt_tokens: int = 158
-    num_new_tokens: int = 128
+    num_new_tokens: int = 64
     num_requests_per_client: int = 2
-    num_rounds: int = 3
+    num_rounds: int = 2
     num_long_prompt_tokens: int = 1000
     num_own_tokens: int = 16
     num_prefixes: int = 5
