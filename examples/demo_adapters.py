@@ -63,7 +63,7 @@ def train_missing(folder: Path) -> None:
     missing = [name for name in STYLES if not (folder / name / _WEIGHTS_NAME).is_file()]
     if not missing:
         return
-    _say(f"training {' and '.join(missing)}, once; about a minute each on two free cores")
+    _say(f"training {' and '.join(missing)}, once; a minute or two each")
     command = [sys.executable, "-m", "examples.train_adapters", "--out", str(folder), *missing]
     if subprocess.run(command, check=False).returncode != 0:
         raise DemoError("the adapters could not be trained")

@@ -96,14 +96,14 @@ class AdapterStore:
         """
         self.modules = tuple(modules)
         self.dtype = dtype
+        self.bucket_ranks = tuple(bucket_ranks)
+        self.device = device
         self._num_slots = num_slots
-        self._bucket_ranks = tuple(bucket_ranks)
-        self._device = device
         self._buckets: dict[int, _Bucket] = {}
 
     def cost(self, weights: AdapterWeights) -> AdapterCost:
         """Return what an adapter takes in a slot of its bucket."""
-        bucket_rank = bucket_rank_for(weights.rank, self._bucket_ranks)
+        bucket_rank = bucket_rank_for(weights.rank, self.bucket_ranks)
         shapes = {module.name: module for module in self.modules}
         num_bytes = 0
         for name, delta in weights.modules.items():
@@ -160,10 +160,13 @@ class AdapterStore:
         if pair is None:
             pair = bucket.lora[number] = self._make_lora(bucket, number, slot.bucket_rank)
         rank = delta.lora_a.shape[0]
-        pair.a[slot.index, :, :rank] = delta.lora_a.t()
-        pair.a[slot.index, :, rank:] = 0
-        pair.b[slot.index, :rank] = delta.lora_b.t()
-        pair.b[slot.index, rank:] = 0
+        a, b = pair.a[slot.index], pair.b[slot.index]
+        if rank < slot.bucket_rank:
+            a[:, rank:] = 0
+            b[rank:] = 0
+            a, b = a[:, :rank], b[:rank]
+        a.copy_(delta.lora_a.t())
+        b.copy_(delta.lora_b.t())
         users.add(slot.index)
 
     def _make_lora(self, bucket: _Bucket, number: int, bucket_rank: int) -> LoraSlots:
@@ -178,7 +181,7 @@ class AdapterStore:
         return pair
 
     def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(self._num_slots, *shape, dtype=self.dtype, device=self._device)
+        return torch.empty(self._num_slots, *shape, dtype=self.dtype, device=self.device)
 
     def _write_vector_(
         self, bucket: _Bucket, field: str, number: int, index: int, value: Tensor | None
@@ -187,6 +190,6 @@ class AdapterStore:
         if found is None:
             if value is None:
                 return
-            found = _VectorSlots(self._num_slots, value.shape[0], self._device)
+            found = _VectorSlots(self._num_slots, value.shape[0], self.device)
             bucket.vectors[field, number] = found
         found.write_(index, value)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from models.adapters.ledger import Slot
 
-# Groups of rows are padded to a multiple of this, as the rows of a step are.
+# Groups of rows are padded to a multiple of this, as the rows of a step are, unless a smaller one
+# is known to give the same bits.
 GROUP_MULTIPLE_ROWS = 8
 # So many unused slots among used ones are multiplied too: a copy of the used ones reads and writes
 # all of their matrices.
@@ -112,7 +113,11 @@ class AdapterLayout:
 
 
 def make_adapter_layout(
-    parts: Sequence[AdapterRows], *, max_group_rows: int, device: torch.device
+    parts: Sequence[AdapterRows],
+    *,
+    max_group_rows: int,
+    device: torch.device,
+    group_multiple: int = GROUP_MULTIPLE_ROWS,
 ) -> AdapterLayout | None:
     """Group rows by slot; None if there are none.
 
@@ -124,6 +129,7 @@ def make_adapter_layout(
         parts: rows of slots; a slot may occur several times.
         max_group_rows: most rows of one group, a multiple of GROUP_MULTIPLE_ROWS.
         device: where the tensors go.
+        group_multiple: groups have this number of rows times a power of two.
     """
     rows_of_slot: dict[tuple[int, int], list[int]] = {}
     for part in parts:
@@ -135,7 +141,9 @@ def make_adapter_layout(
     by_size: dict[tuple[int, int], list[tuple[int, list[int]]]] = {}
     for (rank, slot), rows in sorted(rows_of_slot.items()):
         for tile in _tiles(rows, max_group_rows):
-            by_size.setdefault((rank, _group_size(len(tile))), []).append((slot, tile))
+            by_size.setdefault((rank, _group_size(len(tile), group_multiple)), []).append(
+                (slot, tile)
+            )
     groups = tuple(
         _make_groups(rank, size, members, device)
         for (rank, size), members in sorted(by_size.items())
@@ -155,9 +163,9 @@ def _tiles(rows: list[int], max_group_rows: int) -> Iterable[list[int]]:
         yield rows[start : start + max_group_rows]
 
 
-def _group_size(num_rows: int) -> int:
-    """Return GROUP_MULTIPLE_ROWS times the power of two that is just enough."""
-    size = GROUP_MULTIPLE_ROWS
+def _group_size(num_rows: int, multiple: int) -> int:
+    """Return ``multiple`` times the power of two that is just enough."""
+    size = multiple
     while size < num_rows:
         size *= 2
     return size

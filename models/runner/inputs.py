@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from models.attention.layout import KEY_MULTIPLE_TOKENS, DecodeGroup, PrefillSegment, StepLayout
-from models.runner.adapter_layout import AdapterLayout, AdapterRows, make_adapter_layout
+from models.runner.adapter_layout import (
+    GROUP_MULTIPLE_ROWS,
+    AdapterLayout,
+    AdapterRows,
+    make_adapter_layout,
+)
 from models.scheduling.step_plan import ScheduledSequence
 
 # A group of decode rows is padded to its longest table; a row joins the group only if its own
@@ -86,6 +91,7 @@ def pack(
     null_block_id: int,
     multiple: int,
     max_group_rows: int = 32,
+    group_multiple: int = GROUP_MULTIPLE_ROWS,
     device: torch.device,
 ) -> PackedInputs:
     """Pack parts into one row: decodes first, longest table first, then the chunks.
@@ -96,6 +102,7 @@ def pack(
         null_block_id: pads block tables.
         multiple: P is a multiple of this.
         max_group_rows: most rows of a group that uses one adapter slot.
+        group_multiple: such groups have this number of rows times a power of two.
         device: where the tensors go.
     """
     step = KEY_MULTIPLE_TOKENS // math.gcd(KEY_MULTIPLE_TOKENS, block_size)
@@ -156,6 +163,7 @@ def pack(
                 if part.slot is not None
             ],
             max_group_rows=max_group_rows,
+            group_multiple=group_multiple,
             device=device,
         ),
     )

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from models.attention.backend import AttentionBackend
 from models.kv_cache.store import KVCachePool
 from models.runner.adapter_layers import AdapterLayers
+from models.runner.adapter_layout import GROUP_MULTIPLE_ROWS
 from models.runner.inputs import PackedInputs, pack
 from models.runner.row_stability import LARGEST_TILE_ROWS, RowPolicy
 from models.scheduling.step_plan import ScheduledSequence
@@ -45,6 +46,7 @@ class PackedForward:
         self._backend = backend
         self.policy = policy
         self._adapters = adapters
+        self._group_multiple = GROUP_MULTIPLE_ROWS if adapters is None else adapters.group_multiple
         self._device = model.device
         self._can_slice_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -56,6 +58,7 @@ class PackedForward:
             null_block_id=self._pool.null_block_id,
             multiple=self.policy.multiple,
             max_group_rows=self.policy.smallest_tile_rows or LARGEST_TILE_ROWS,
+            group_multiple=self._group_multiple,
             device=self._device,
         )
 
