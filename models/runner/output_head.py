@@ -21,16 +21,19 @@ def make_logits_float32(model: PreTrainedModel, *, dtype: torch.dtype, max_rows:
     A head that is no plain linear layer is left alone.
 
     Args:
-        model: after ``make_row_independent``. On the CPU the head's tile is measured again, on its
-            own two products: of the remainder every bit shows, not one in 256.
+        model: after ``make_row_independent``. On the CPU a head in half precision is measured
+            again, on its own two products: of the remainder every bit shows, not one in 256. One
+            whose weight was widened is the one product that has been measured.
         dtype: what the model was loaded in.
         max_rows: most rows of a step.
     """
     head = model.get_output_embeddings()
     if type(head) not in (nn.Linear, TiledLinear) or dtype == torch.float32:
         return
+    is_measured = head.weight.dtype == torch.float32 and head.bias is None
+    tile_rows = head.tile_rows if isinstance(head, TiledLinear) else max_rows
     head.__class__ = Float32Head
-    head.tile_rows = max_rows
-    if head.weight.device.type == "cpu":
+    head.tile_rows = tile_rows
+    if head.weight.device.type == "cpu" and not is_measured:
         limit = row_limit(max_rows)
         head.tile_rows = stable_rows(head.product, head.in_features, head.weight.dtype, limit)

@@ -80,6 +80,23 @@ def test_the_head_of_a_half_precision_model_gets_tiles_of_its_own(monkeypatch):
     assert measured == [(model.lm_head.product, 64, torch.bfloat16, 64)]
 
 
+def test_a_widened_head_keeps_the_tile_that_was_measured(monkeypatch):
+    model = make_model(FAMILIES[0], dtype=torch.bfloat16)
+    exact = model.lm_head.weight.detach().double()
+    model.lm_head.float()
+    model.lm_head.__class__ = TiledLinear
+    model.lm_head.tile_rows = 24
+    monkeypatch.setattr("models.runner.output_head.stable_rows", None)  # not to be asked
+    hidden = torch.randn(40, 64).bfloat16()
+
+    make_logits_float32(model, dtype=torch.bfloat16, max_rows=61)
+
+    assert (type(model.lm_head), model.lm_head.tile_rows) == (Float32Head, 24)
+    logits = model.lm_head(hidden)
+    assert logits.dtype == torch.float32
+    assert torch.allclose(logits.double(), hidden.double() @ exact.t(), rtol=1e-5, atol=1e-5)
+
+
 def test_the_head_of_a_float32_model_is_left_alone():
     model = make_model(FAMILIES[0])
 
