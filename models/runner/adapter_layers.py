@@ -209,7 +209,10 @@ class AdapterLayers:
 
 
 class _BeforeModule:
-    """Scales a module's inputs; the unscaled ones stay for the low-rank part."""
+    """Scales a module's inputs, also as the hook behind it sees them.
+
+    No method of PEFT has input gains and a low-rank part at once.
+    """
 
     def __init__(self, layers: AdapterLayers, index: int) -> None:
         self._layers = layers
