@@ -3,17 +3,103 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from models.adapters.faults import AdapterFaultError
+from models.adapters.config_fields import ConfigFields
+from models.adapters.faults import AdapterFaultError, shown
+from models.adapters.method import AdapterChanges
 from models.adapters.patterns import PatternMatcher
-from models.adapters.peft_config import LoraSpec, TrainedBiases
-from models.adapters.targets import find_value
+from models.adapters.targets import TargetRules, find_value, read_targets
 from models.adapters.tensor_plan import PlannedTensor
 from models.adapters.weights import ModelFacts, ModuleDelta, ModuleShape
+
+_IGNORED = (
+    "lora_dropout",
+    "megatron_core",
+    "runtime_config",
+    # Meant only with init_lora_weights of that name, or with the option before it.
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "qalora_group_size",
+)
+_REFUSED = {
+    "alora_invocation_tokens": "activated LoRA",
+    "arrow_config": "Arrow routing",
+    "layer_replication": "replication of layers",
+    "target_parameters": "LoRA on bare parameters",
+    "trainable_token_indices": "trainable tokens",
+    "modules_to_save": "fully trained modules",
+    "megatron_config": "Megatron's parallel layers",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+    "kasa_config": "KaSA",
+    "ensure_weight_tying": "an adapter shared by tied layers",
+}
+# They leave the base weights as they were, whatever the first values of A and B.
+_HARMLESS_INITS = ("gaussian", "eva", "orthogonal", "mica")
+# They move a part of the base weights into A and B, so that the file fits the changed base only.
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+class TrainedBiases(enum.StrEnum):
+    """Whose biases a LoRA has trained besides."""
+
+    NONE = "none"
+    ALL = "all"
+    TARGETS = "lora_only"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSpec:
+    """What a configuration of LoRA or DoRA says.
+
+    ``fan_in_fan_out`` is not among it: how the base stores a weight is the base's to know.
+
+    Attributes:
+        base_name: the base model it was trained on, "" if the file does not tell.
+        targets: the modules it changes.
+        rank: of modules that ``rank_pattern`` does not name.
+        alpha: the same for the scale.
+        rank_pattern: ranks by pattern for the end of a module's name; the first that fits counts.
+        alpha_pattern: the same for alpha.
+        trained_biases: biases of the base that the file replaces.
+        has_output_bias: B has a bias of its own, scaled with it.
+        is_rank_stabilised: the scale is alpha / sqrt(rank) instead of alpha / rank.
+        has_magnitudes: it is DoRA.
+    """
+
+    base_name: str
+    targets: TargetRules
+    rank: int
+    alpha: float
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    trained_biases: TrainedBiases
+    has_output_bias: bool
+    is_rank_stabilised: bool
+    has_magnitudes: bool
+
+    def scale(self, rank: int, alpha: float) -> float:
+        """Return the factor on B of a module."""
+        return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+
+    def unmatched(self, model: ModelFacts) -> tuple[str, ...]:
+        """Return the listed targets that mean no module of the model, sorted."""
+        return self.targets.unmatched(model)
+
+    def plan(self, model: ModelFacts, matcher: PatternMatcher) -> LoraPlan:
+        """Apply it to a base model; raises as ``LoraPlan`` does."""
+        return LoraPlan(self, model, matcher)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +143,7 @@ class LoraPlan:
         self._trained_biases = tuple(self._find_trained_biases())
         self.tensors = tuple(self._plan_tensors())
 
-    def build(self, tensors: Mapping[str, Tensor]) -> dict[str, ModuleDelta]:
+    def build(self, tensors: Mapping[str, Tensor]) -> AdapterChanges:
         """Return what happens to each module.
 
         Args:
@@ -72,7 +158,7 @@ class LoraPlan:
             name = target.shape.name
             deltas[name] = self._build_target(target, tensors, biases.pop(name, None))
         deltas.update((name, ModuleDelta(bias=bias)) for name, bias in biases.items())
-        return deltas
+        return AdapterChanges(modules=deltas)
 
     def _build_target(
         self, target: _Target, tensors: Mapping[str, Tensor], bias: Tensor | None
@@ -133,3 +219,70 @@ def _plan_target(
     if shape.is_embedding and spec.has_output_bias:
         raise AdapterFaultError(f"lora_bias cannot be used on the embedding '{shape.name}'")
     return _Target(shape, rank, spec.scale(rank, alpha))
+
+
+def read_lora_spec(fields: ConfigFields) -> LoraSpec:
+    """Take LoRA's and DoRA's options.
+
+    Raises:
+        AdapterFaultError: one is wrong or not supported.
+    """
+    _check_init(fields.raw("init_lora_weights", default=True))
+    fields.refuse(_REFUSED)
+    fields.ignore(*_IGNORED)
+    fields.flag("fan_in_fan_out")
+    layers = fields.indices("layers_to_transform")
+    layers_patterns = fields.texts("layers_pattern")
+    targets = TargetRules(
+        targets=read_targets(fields),
+        excluded=fields.names_or_pattern("exclude_modules"),
+        layers=layers,
+        layers_patterns=layers_patterns,
+    )
+    if isinstance(targets.targets, str) and (layers or layers_patterns):
+        raise AdapterFaultError(
+            "layers_to_transform and layers_pattern need target_modules as a list"
+        )
+    if layers_patterns and layers is None:
+        raise AdapterFaultError("layers_pattern needs layers_to_transform")
+    spec = LoraSpec(
+        base_name=fields.text("base_model_name_or_path"),
+        targets=targets,
+        rank=fields.count("r", default=8),
+        alpha=fields.number("lora_alpha", default=8),
+        rank_pattern=fields.counts("rank_pattern"),
+        alpha_pattern=fields.numbers("alpha_pattern"),
+        trained_biases=_trained_biases(fields.text("bias") or "none"),
+        has_output_bias=fields.flag("lora_bias"),
+        is_rank_stabilised=fields.flag("use_rslora"),
+        has_magnitudes=fields.flag("use_dora"),
+    )
+    fields.finish()
+    if spec.has_output_bias and spec.has_magnitudes:
+        raise AdapterFaultError("lora_bias and use_dora exclude each other")
+    return spec
+
+
+def _trained_biases(name: str) -> TrainedBiases:
+    try:
+        return TrainedBiases(name)
+    except ValueError:
+        raise AdapterFaultError(
+            f"its bias must be none, all or lora_only, not '{shown(name)}'"
+        ) from None
+
+
+def _check_init(init: Any) -> None:
+    """Check that the base weights stayed what they were.
+
+    Raises:
+        AdapterFaultError: they did not, or nobody knows.
+    """
+    if isinstance(init, bool) or init in _HARMLESS_INITS:
+        return
+    if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
+        raise AdapterFaultError(
+            f"it was trained with init_lora_weights '{shown(init)}', which changes the base "
+            "weights; save it with path_initial_model_for_weight_conversion to convert it"
+        )
+    raise AdapterFaultError(f"its init_lora_weights {shown(repr(init))} is not known here")

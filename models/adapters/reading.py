@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from models.adapters.faults import AdapterFaultError, shown
-from models.adapters.ia3 import Ia3Plan
-from models.adapters.lora import LoraPlan
+from models.adapters.method import MethodSpec
 from models.adapters.patterns import PatternMatcher
-from models.adapters.peft_config import MAX_CONFIG_BYTES, AdapterSpec, LoraSpec, read_peft_config
+from models.adapters.peft_config import MAX_CONFIG_BYTES, read_peft_config
 from models.adapters.source import AdapterContents, AdapterFiles, read_contents
 from models.adapters.targets import describe_unmatched
 from models.adapters.tensor_file import MAX_HEADER_BYTES, TensorFile
@@ -76,9 +75,9 @@ def _max_num_bytes(model: ModelFacts) -> int:
 
 def _parse(
     contents: AdapterContents, model: ModelFacts
-) -> tuple[dict[str, ModuleDelta], tuple[str, ...]]:
+) -> tuple[Mapping[str, ModuleDelta], tuple[str, ...]]:
     spec = read_peft_config(contents.config)
-    plan = _plan(spec, model)
+    plan = spec.plan(model, PatternMatcher())
     base_tables = list(_plan_base_tables(model))
     file = TensorFile(contents.weights)
     names = match_tensors([*plan.tensors, *base_tables], file.tensors, model)
@@ -88,18 +87,11 @@ def _parse(
     _check_finite(tensors)
     _check_base_tables(base_tables, tensors, model)
     with torch.no_grad():
-        modules = plan.build(tensors)
+        modules = plan.build(tensors).modules
     for name, delta in modules.items():
         if not delta.is_finite:
             raise AdapterFaultError(f"what it does to module '{name}' is not finite")
     return modules, tuple(_warn(spec, modules, model))
-
-
-def _plan(spec: AdapterSpec, model: ModelFacts) -> LoraPlan | Ia3Plan:
-    matcher = PatternMatcher()
-    if isinstance(spec, LoraSpec):
-        return LoraPlan(spec, model, matcher)
-    return Ia3Plan(spec, model, matcher)
 
 
 def _plan_base_tables(model: ModelFacts) -> Iterator[PlannedTensor]:
@@ -143,15 +135,13 @@ def _is_same(saved: Tensor, base: Tensor) -> bool:
     return torch.allclose(saved, base, rtol=_SAME_WEIGHT_TOLERANCE, atol=1e-30)
 
 
-def _warn(
-    spec: AdapterSpec, modules: Mapping[str, ModuleDelta], model: ModelFacts
-) -> Iterator[str]:
+def _warn(spec: MethodSpec, modules: Mapping[str, ModuleDelta], model: ModelFacts) -> Iterator[str]:
     if spec.base_name and not _is_same_base(spec.base_name, model.base_names):
         yield (
             f"it was trained on '{shown(spec.base_name)}', not on "
             f"'{' or '.join(model.base_names)}'; all shapes fit, so it is served"
         )
-    if unmatched := spec.targets.unmatched(model):
+    if unmatched := spec.unmatched(model):
         yield describe_unmatched(unmatched)
     if all(delta.changes_nothing for delta in modules.values()):
         yield "it changes nothing: the base model answers the same"

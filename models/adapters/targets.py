@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+from models.adapters.config_fields import ConfigFields
 from models.adapters.faults import AdapterFaultError, shown
 from models.adapters.patterns import PatternMatcher
 from models.adapters.weights import ModelFacts, ModuleShape
@@ -88,6 +89,18 @@ class TargetRules:
                 # A pattern with alternatives may end before the index.
                 return int(indexed["idx"]) if indexed["idx"] else None
         return None
+
+
+def read_targets(fields: ConfigFields) -> frozenset[str] | str:
+    """Take the modules to change, as a list of names or one pattern.
+
+    Raises:
+        AdapterFaultError: none are given.
+    """
+    targets = fields.names_or_pattern("target_modules")
+    if not targets:
+        raise AdapterFaultError("its target_modules are not given")
+    return targets
 
 
 def names_module(names: frozenset[str] | str, module: str, matcher: PatternMatcher) -> bool:
