@@ -68,6 +68,8 @@ class ModelEntry(BaseModel):
         max_num_batched_tokens: most tokens of one step.
         max_num_waiting: most requests that wait in one replica; one more is refused.
         max_num_choices: most choices (``n``) of one request.
+        prompt_logprobs_budget_bytes: bytes that the logits of one step may take for log
+            probabilities of prompts; less memory means more steps.
         default_max_tokens: new tokens when a request names no limit.
         logits_processors: ``package.module:Name`` of further ``sampling.processors``, run in this
             order after the built-in ones; on a command line with commas between them. A replica
@@ -106,6 +108,7 @@ class ModelEntry(BaseModel):
     max_num_batched_tokens: int = _SCHEDULER.max_num_batched_tokens
     max_num_waiting: int = _SCHEDULER.max_num_waiting
     max_num_choices: int = _SCHEDULER.max_num_choices
+    prompt_logprobs_budget_bytes: int = _ENGINE.prompt_logprobs_budget_bytes
     default_max_tokens: int = _ENGINE.default_max_tokens
     logits_processors: tuple[str, ...] = _ENGINE.logits_processors
     request_timeout_s: Seconds = 0.0
@@ -193,6 +196,7 @@ class ModelEntry(BaseModel):
                 host_budget_bytes=self.adapter_host_budget_bytes,
                 max_slot_wait_s=self.max_adapter_wait_s,
             ),
+            prompt_logprobs_budget_bytes=self.prompt_logprobs_budget_bytes,
             default_max_tokens=self.default_max_tokens,
             logits_processors=self.logits_processors,
         )

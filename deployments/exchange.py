@@ -60,7 +60,7 @@ class GenerationExchange:
                 answer.body, [*self._headers, *_tell_version(answer.adapter_version)]
             )
         except Exception as error:  # noqa: BLE001 - the last resort: everything becomes an answer
-            response = make_error_response(error, self._request_id, self._job.prompt_param)
+            response = make_error_response(error, self._request_id, self._job.param_names)
         await response(scope, receive, send)
 
     async def _answer_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,12 +69,12 @@ class GenerationExchange:
             with self._service.open(self._job) as generation:
                 await self._stream(generation, writer)
         except Exception as error:  # noqa: BLE001 - the last resort: everything becomes an answer
-            prompt_param = self._job.prompt_param
+            param_names = self._job.param_names
             if not writer.is_started:
-                response = make_error_response(error, self._request_id, prompt_param)
+                response = make_error_response(error, self._request_id, param_names)
                 await response(scope, receive, send)
                 return
-            await writer.write_error(error, self._request_id, prompt_param)
+            await writer.write_error(error, self._request_id, param_names)
         finally:
             writer.abandon()
         await writer.close()

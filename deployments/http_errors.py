@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -101,6 +102,7 @@ class ErrorRow:
 
 # Stands for "prompt" or "messages", whichever the route has.
 PROMPT_PARAM = "{prompt}"
+DEFAULT_PARAM_NAMES: Mapping[str, str] = MappingProxyType({PROMPT_PARAM: "prompt"})
 
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
@@ -224,13 +226,15 @@ class Problem:
         return orjson.dumps({"error": self.error})
 
 
-def describe_error(error: Exception, prompt_param: str = "prompt") -> Problem:
+def describe_error(
+    error: Exception, param_names: Mapping[str, str] = DEFAULT_PARAM_NAMES
+) -> Problem:
     """Look an error up in the table.
 
     Args:
         error: ours, already unwrapped from Ray's. One that is not in the table becomes a 500
             that tells nothing of its cause.
-        prompt_param: what the route calls the prompt.
+        param_names: what the request calls a field that the engine knows by another name.
     """
     row = next((ERROR_TABLE[kind] for kind in type(error).__mro__ if kind in ERROR_TABLE), None)
     if row is None:
@@ -243,7 +247,7 @@ def describe_error(error: Exception, prompt_param: str = "prompt") -> Problem:
         error={
             "message": message,
             "type": row.type,
-            "param": prompt_param if param == PROMPT_PARAM else param,
+            "param": None if param is None else param_names.get(param, param),
             "code": row.code,
         },
         headers=tuple(_headers(row, error)),

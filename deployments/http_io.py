@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import orjson
@@ -14,6 +14,7 @@ from starlette.types import Receive, Send
 
 from deployments import sse
 from deployments.http_errors import (
+    DEFAULT_PARAM_NAMES,
     BodyTooLargeError,
     UnsupportedMediaTypeError,
     describe_error,
@@ -86,16 +87,16 @@ def make_json_response(body: Any, headers: Headers = ()) -> Response:
 
 
 def make_error_response(
-    error: Exception, request_id: str, prompt_param: str = "prompt"
+    error: Exception, request_id: str, param_names: Mapping[str, str] = DEFAULT_PARAM_NAMES
 ) -> Response:
     """Return the reply that tells an error; one of ours is written to the log.
 
     Args:
         error: as caught, unwrapped from Ray's.
         request_id: appears in the reply and in the log.
-        prompt_param: what the route calls the prompt.
+        param_names: see ``describe_error``.
     """
-    problem = describe_error(error, prompt_param)
+    problem = describe_error(error, param_names)
     if problem.is_fault_of_ours:
         _logger.error("request %s failed", request_id, exc_info=error)
     return Response(
@@ -162,9 +163,11 @@ class EventStreamWriter:
         if self._keeper is not None:
             self._keeper.cancel()
 
-    async def write_error(self, error: Exception, request_id: str, prompt_param: str) -> None:
+    async def write_error(
+        self, error: Exception, request_id: str, param_names: Mapping[str, str]
+    ) -> None:
         """Send the event that tells why the stream ends here."""
-        problem = describe_error(error, prompt_param)
+        problem = describe_error(error, param_names)
         if problem.is_fault_of_ours:
             _logger.error("stream %s failed", request_id, exc_info=error)
         await self.write(sse.frame(problem.to_event()))

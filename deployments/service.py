@@ -14,6 +14,7 @@ from deployments.adapter_catalogues import AdapterCatalogues
 from deployments.answers import AnswerCollector, AnswerEvents
 from deployments.calls import PromptRecord
 from deployments.generation import GenerateHandle, Generation
+from deployments.http_errors import PROMPT_PARAM
 from deployments.logprob_objects import PromptResult
 from deployments.model_directory import ModelDirectory
 from deployments.open_requests import OpenRequests
@@ -243,7 +244,7 @@ def begin_prompts(job: Job, admissions: Sequence[AdmissionRecord]) -> list[Promp
     )
     if num_entries > MAX_PROMPT_ENTRIES:
         raise InvalidRequestError(
-            job.prompt_param,
+            job.param_names[PROMPT_PARAM],
             f"the answer would hold {num_entries} log probabilities of prompt tokens; at most "
             f"{MAX_PROMPT_ENTRIES} are allowed",
         )

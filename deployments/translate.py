@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from deployments.answer_form import AnswerForm
 from deployments.calls import GenerationCall, PromptRecord
+from deployments.http_errors import PROMPT_PARAM
 from deployments.model_directory import Selection
 from deployments.wire import ChatRequest, CompletionRequest, GenerationFields
 from deployments.wire_values import PromptItem
@@ -41,7 +42,7 @@ class Job:
         calls: one per prompt.
         form: how the answer is told.
         is_stream: answer as a stream of events.
-        prompt_param: what the operation calls its prompt.
+        param_names: what the request calls fields that the engine knows by other names.
         ignored_fields: fields of the request that have no effect, as they are told.
     """
 
@@ -51,7 +52,7 @@ class Job:
     calls: tuple[GenerationCall, ...]
     form: AnswerForm
     is_stream: bool
-    prompt_param: str
+    param_names: Mapping[str, str]
     ignored_fields: tuple[str, ...]
 
 
@@ -140,7 +141,10 @@ def _make_job(
         calls=calls,
         form=form,
         is_stream=request.stream,
-        prompt_param=request.prompt_param,
+        param_names={
+            PROMPT_PARAM: request.prompt_param,
+            "n": "n" if form.num_candidates == form.num_choices else "best_of",
+        },
         ignored_fields=request.ignored_fields,
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sampling.blocks import send
 from sampling.errors import RowSamplingError
+from sampling.host_arrays import float_rows
 from sampling.params import SamplingParams
 from sampling.rng import stream_start, uniform_of_stream
 
@@ -63,9 +64,9 @@ class SamplingRow:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class SampledRow:
-    """What one row drew.
+    """What one row drew. Nobody changes it: see ``ActiveRow`` for why it is not frozen.
 
     Attributes:
         token_id: the token, -1 if ``error`` is set.
@@ -108,7 +109,7 @@ class SamplingBatch:
         columns = [
             (uniform_of_stream(row.stream, len(row.output_token_ids)), *row.columns) for row in rows
         ]
-        sent = send(torch.tensor(columns, dtype=torch.float64), device)
+        sent = send(float_rows(columns), device)
         draws, temperature, top_k, top_p, log_min_p, typical_p = sent.unbind(dim=1)
         return cls(
             temperature=temperature[:, None].to(torch.float32),

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sampling.host_arrays import integers
+
 BLOCK_SIZE_TOKENS = 64
 # The weights of sums are whole multiples of this; a weight below half of it counts as 0.
 _UNITS_PER_WEIGHT = 2.0**34
@@ -163,7 +165,7 @@ def take_rows(tensor: Tensor, indices: Sequence[int]) -> Tensor:
     """Return the rows at ``indices`` (rising, distinct): the tensor itself if that is all."""
     if len(indices) == tensor.shape[0]:
         return tensor
-    return tensor[send(torch.tensor(indices), tensor.device)]
+    return tensor[send(integers(indices), tensor.device)]
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:

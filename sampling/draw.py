@@ -15,6 +15,7 @@ from sampling.blocks import (
     take_rows,
 )
 from sampling.filters import KeptTokens, count_kept, typical_weights
+from sampling.host_arrays import integers
 from sampling.ranking import RankedTokens, best_maxima, rank_best, rank_chosen, rank_leading
 from sampling.wide_draw import draw_wide, kept_bound
 
@@ -106,7 +107,7 @@ def _totals(blocked: Tensor, row_maxima: Tensor, batch: SamplingBatch) -> Tensor
     if len(indices) == len(blocked):
         return mass
     totals = torch.zeros(len(blocked), dtype=torch.float64, device=blocked.device)
-    return totals.index_copy_(0, send(torch.tensor(indices), blocked.device), mass)
+    return totals.index_copy_(0, send(integers(indices), blocked.device), mass)
 
 
 def _num_wanted(best: Tensor, row_maxima: Tensor, batch: SamplingBatch, totals: Tensor) -> Tensor:
@@ -150,7 +151,7 @@ def _draw_kept(ranked: RankedTokens, kept: KeptTokens, batch: SamplingBatch) -> 
     typical = [index for index, params in enumerate(batch.params) if params.typical_p < 1.0]
     if typical:
         found = typical_weights(take_rows(weights, typical), take_rows(batch.typical_p, typical))
-        weights.index_copy_(0, send(torch.tensor(typical), weights.device), found)
+        weights.index_copy_(0, send(integers(typical), weights.device), found)
     cumulative = weights.cumsum(dim=1)
     ranks = invert_cumulative(cumulative, batch.uniform * cumulative[:, -1])
     return ranked.token_ids.gather(1, ranks[:, None])[:, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from sampling.batch import SamplingRow
 from sampling.blocks import send
+from sampling.host_arrays import integer_rows, integers, joined
 from sampling.processors import ActiveRow
 
 
@@ -18,20 +20,21 @@ class LogitBiasProcessor:
 
     is_argmax_invariant = False
 
-    def make_state(self, row: SamplingRow) -> tuple[Tensor, Tensor] | None:
-        """Return (token ids [M] int64, biases [M] float32), or None without a bias."""
+    def make_state(self, row: SamplingRow) -> array[float] | None:
+        """Return each token id (exact) and its bias, one after the other, or None without one."""
         if not row.params.logit_bias:
             return None
         biases: dict[int, float] = {}
         for token_id, bias in row.params.logit_bias:
             biases[token_id] = biases.get(token_id, 0.0) + bias
-        return torch.tensor(list(biases)), torch.tensor(list(biases.values()), dtype=torch.float32)
+        return array("d", [number for item in biases.items() for number in item])
 
     def apply_(self, logits: Tensor, active: Sequence[ActiveRow]) -> None:
         """Add each row's biases to its logits ([B, V] float32) in place."""
-        place = _places(logits, active, [each.state[0] for each in active])
-        biases = torch.cat([each.state[1] for each in active])
-        logits[place] += send(biases, logits.device)
+        token_ids, biases = joined([each.state for each in active]).view(-1, 2).unbind(dim=1)
+        rows = [(each.index, len(each.state) // 2) for each in active]
+        place = _places(logits, rows, token_ids.to(torch.int64))
+        logits[place] += send(biases.to(torch.float32), logits.device)
 
 
 class AllowedTokensProcessor:
@@ -46,9 +49,10 @@ class AllowedTokensProcessor:
 
     def apply_(self, logits: Tensor, active: Sequence[ActiveRow]) -> None:
         """Mask each row's logits ([B, V] float32) in place."""
-        place = _places(logits, active, [each.state for each in active])
+        rows = [(each.index, len(each.state)) for each in active]
+        place = _places(logits, rows, torch.cat([each.state for each in active]))
         kept = logits[place]
-        indices = torch.tensor([each.index for each in active])
+        indices = integers([each.index for each in active])
         logits.index_fill_(0, send(indices, logits.device), -math.inf)
         logits[place] = kept
 
@@ -119,18 +123,22 @@ def _ends_with(tokens: Sequence[int], ending: Sequence[int]) -> bool:
 
 
 def _places(
-    logits: Tensor, active: Sequence[ActiveRow], token_ids: Sequence[Tensor]
+    logits: Tensor, rows: Sequence[tuple[int, int]], token_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return row and column of every token ([M] int64 each) of every active row."""
-    columns = torch.cat(list(token_ids))
-    indices = torch.tensor([each.index for each in active]).repeat_interleave(
-        torch.tensor([len(each) for each in token_ids]), output_size=len(columns)
-    )
-    return send(indices, logits.device), send(columns, logits.device)
+    """Return row and column of every token ([M] int64 each), row after row.
+
+    Args:
+        logits: what they are places of.
+        rows: index of each row and how many of the tokens it has.
+        token_ids: [M] int64 on the host.
+    """
+    indices, counts = integer_rows(rows).unbind(dim=1)
+    indices = indices.repeat_interleave(counts, output_size=len(token_ids))
+    return send(indices, logits.device), send(token_ids, logits.device)
 
 
 def _ban_(logits: Tensor, banned: Sequence[tuple[int, int]]) -> None:
     """Mask pairs of row and token id."""
     if banned:
-        indices, token_ids = send(torch.tensor(banned), logits.device).unbind(dim=1)
+        indices, token_ids = send(integer_rows(banned), logits.device).unbind(dim=1)
         logits[indices, token_ids] = -math.inf

@@ -13,9 +13,12 @@ from sampling.batch import SamplingRow
 from sampling.errors import InvalidSamplingParamsError
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class ActiveRow:
     """A row that a processor has to do with in this step.
+
+    Nobody changes it; it is not frozen because a frozen one takes three times as long to make, and
+    a step makes one for each row and processor.
 
     Attributes:
         index: the row's place in the logits that ``apply_`` gets, which are not always those of

@@ -10,6 +10,7 @@ from torch import Tensor
 from sampling.batch import SampledRow, SamplingBatch, SamplingRow, is_filtered
 from sampling.blocks import block_maxima, first_argmax, send, take_rows, to_blocked
 from sampling.draw import draw_filtered, draw_plain
+from sampling.host_arrays import integers
 from sampling.masks import (
     AllowedTokensProcessor,
     BadWordsProcessor,
@@ -156,7 +157,7 @@ class Sampler:
             return tokens, best
         is_touched = set(touched)
         others = [index for index in range(len(rows)) if index not in is_touched]
-        order = send(torch.tensor([*touched, *others]), scores.device)
+        order = send(integers([*touched, *others]), scores.device)
         place = torch.empty_like(order).index_copy_(
             0, order, torch.arange(len(rows), device=scores.device)
         )
@@ -177,7 +178,7 @@ class Sampler:
         copies = copies[:num_rows]
         if num_rows == len(scores):
             return copies.copy_(scores)
-        place = send(torch.tensor(indices), scores.device)
+        place = send(integers(indices), scores.device)
         return torch.index_select(scores, 0, place, out=copies)
 
     def _process_(self, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
@@ -231,4 +232,4 @@ def _choose(
     place_of = {index: place for place, index in enumerate(chosen)}
     places = [place_of[index] for group, _ in groups for index in group]
     drawn = torch.cat([tokens for _, tokens in groups])
-    return torch.empty_like(drawn).index_copy_(0, send(torch.tensor(places), device), drawn)
+    return torch.empty_like(drawn).index_copy_(0, send(integers(places), device), drawn)

@@ -11,8 +11,9 @@ from torch import Tensor
 from sampling.batch import SampledRow, SamplingRow
 from sampling.blocks import cumulative_mass, take_rows
 from sampling.errors import NonFiniteLogitsError, NoTokenLeftError, RowSamplingError
-from sampling.logprobs import RawDistribution
 from sampling.ranking import rank_best
+
+_INF = math.inf
 
 
 def fetch_results(
@@ -54,10 +55,9 @@ def fetch_results(
     for index, (token, raw_best, final_best) in enumerate(
         zip(values, values[num_rows:], values[2 * num_rows : 3 * num_rows], strict=False)
     ):
-        error = _error(raw_best, final_best)
         count = num_top[index]
-        if error is not None:
-            results.append(SampledRow(-1, error=error))
+        if not (-_INF < raw_best < _INF and -_INF < final_best < _INF):
+            results.append(SampledRow(-1, error=_error(raw_best, final_best)))
         elif count is None:
             results.append(SampledRow(int(token)))
         else:
@@ -88,17 +88,18 @@ class _Reports:
         self, place: int, maximum: float, num_top: int
     ) -> tuple[float, tuple[tuple[int, float], ...]]:
         """Return a row's log probabilities: of its token and, with ids, of its best tokens."""
-        row = RawDistribution(maximum, math.log(self._totals[place]), ())
+        log_total = math.log(self._totals[place])
         start = place * self._num_best
         end = start + min(num_top, self._num_best)
-        top = tuple(
-            (int(token_id), row.logprob(logit))
+        # The formula of RawDistribution.logprob, without a call for each token.
+        top = [
+            (int(token_id), logit - maximum - log_total)
             for token_id, logit in zip(
                 self._token_ids[start:end], self._logits[start:end], strict=True
             )
-            if logit > -math.inf
-        )
-        return row.logprob(self._chosen[place]), top
+            if logit > -_INF
+        ]
+        return self._chosen[place] - maximum - log_total, tuple(top)
 
 
 def _reported(scores: Tensor, maxima: Tensor, tokens: Tensor, num_top: int) -> list[Tensor]:
@@ -112,9 +113,8 @@ def _reported(scores: Tensor, maxima: Tensor, tokens: Tensor, num_top: int) -> l
     return columns
 
 
-def _error(raw_best: float, best: float) -> RowSamplingError | None:
-    if not math.isfinite(raw_best):
-        return NonFiniteLogitsError()
-    if best == -math.inf:
+def _error(raw_best: float, best: float) -> RowSamplingError:
+    """Return why a row whose best logits these are, of which one is not finite, gets no token."""
+    if math.isfinite(raw_best) and best == -math.inf:
         return NoTokenLeftError()
-    return None if math.isfinite(best) else NonFiniteLogitsError()
+    return NonFiniteLogitsError()

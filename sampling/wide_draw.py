@@ -35,7 +35,7 @@ def draw_wide(row: Tensor, scaled: Tensor, batch: SamplingBatch, total: float) -
     """
     weights = exact_mass(scaled.exp())
     steps = _steps(scaled)
-    cumulative = torch.bincount(steps, weights=weights, minlength=_NUM_STEPS).cumsum(dim=0)
+    cumulative = _mass_of_steps(steps, weights).cumsum(dim=0)
     last = _last_step(cumulative, batch, total)
 
     token_ids = _ranked_ids(row, steps, last)
@@ -69,14 +69,19 @@ def kept_bound(scaled: Tensor, batch: SamplingBatch, total: float) -> float:
 
     Arguments as those of ``draw_wide``.
     """
-    mass = torch.bincount(_steps(scaled), weights=exact_mass(scaled.exp()), minlength=_NUM_STEPS)
+    mass = _mass_of_steps(_steps(scaled), exact_mass(scaled.exp()))
     num_short = int((mass.cumsum(dim=0) < _wanted_mass(batch, total)).sum())
     of_top_p = -min(num_short + 1, _NUM_STEPS) / _NUM_STEPS_PER_UNIT
     return max(of_top_p, float(batch.log_min_p))
 
 
 def _steps(scaled: Tensor) -> Tensor:
-    return scaled.mul(-_NUM_STEPS_PER_UNIT).clamp_(max=_NUM_STEPS - 1).to(torch.int32)
+    return scaled.mul(-_NUM_STEPS_PER_UNIT).clamp_(max=_NUM_STEPS - 1).to(torch.int64)
+
+
+def _mass_of_steps(steps: Tensor, weights: Tensor) -> Tensor:
+    """Return [_NUM_STEPS] float64; takes half of the time of a weighted ``bincount``."""
+    return weights.new_zeros(_NUM_STEPS).scatter_add_(0, steps, weights)
 
 
 def _wanted_mass(batch: SamplingBatch, total: float) -> float:

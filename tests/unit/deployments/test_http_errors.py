@@ -5,7 +5,7 @@ import http
 import orjson
 import pytest
 
-from deployments.http_errors import describe_error
+from deployments.http_errors import PROMPT_PARAM, describe_error
 from models.errors import (
     AdapterIncompatibleError,
     AdapterLoadFailedError,
@@ -42,11 +42,13 @@ def test_an_error_of_a_field_without_a_name_has_no_param():
     assert describe_error(InvalidRequestError("", "is no JSON")).error["param"] is None
 
 
-def test_the_prompt_is_called_as_the_route_calls_it():
+def test_a_field_is_called_as_the_request_calls_it():
     error = PromptTooLongError(9, 8)
 
-    assert describe_error(error, "messages").error["param"] == "messages"
-    assert describe_error(error, "prompt").error["param"] == "prompt"
+    assert describe_error(error, {PROMPT_PARAM: "messages"}).error["param"] == "messages"
+    assert describe_error(error).error["param"] == "prompt"
+    choices = describe_error(InvalidRequestError("n", "9 is too many"), {"n": "best_of"})
+    assert choices.error["param"] == "best_of"
 
 
 def test_subclasses_are_told_as_what_they_are():

@@ -249,6 +249,14 @@ async def test_a_refusal_by_the_replica_is_a_status_also_for_a_stream(
     assert ("retry-after" in response.headers) == (status in (429, 503))
 
 
+async def test_too_many_candidates_are_refused_by_the_name_that_the_request_has_for_them():
+    refused = refuse_with(InvalidRequestError("n", "9 is not in [1, 8]"))
+
+    response, _ = await send("POST", COMPLETIONS, refused, json=completion_body(best_of=9))
+
+    assert_problem(response, 400, "invalid_value", "best_of")
+
+
 async def test_both_numbers_of_a_prompt_that_is_too_long_are_told():
     response, _ = await send(
         "POST", CHAT, refuse_with(PromptTooLongError(9001, 512)), json=chat_body()

@@ -4,6 +4,7 @@ import pytest
 
 from deployments.answer_form import LogprobScope
 from deployments.calls import to_generation_request
+from deployments.http_errors import PROMPT_PARAM
 from deployments.model_directory import Selection
 from deployments.translate import make_chat_job, make_completion_job
 from deployments.wire import parse_chat_request, parse_completion_request
@@ -267,10 +268,11 @@ def test_the_job_knows_how_to_answer():
     assert job.response_id == "chatcmpl-key"
     assert job.model_id == MODEL_ID
     assert (job.form.is_chat, job.is_stream, job.form.has_stream_usage) == (True, True, True)
-    assert job.prompt_param == "messages"
+    assert job.param_names[PROMPT_PARAM] == "messages"
     assert job.ignored_fields == ("frobnicate",)
     assert completion_job().response_id == "cmpl-key"
-    assert completion_job().prompt_param == "prompt"
+    assert completion_job().param_names == {PROMPT_PARAM: "prompt", "n": "n"}
+    assert completion_job(n=2, best_of=3).param_names["n"] == "best_of"
 
 
 def test_an_adapter_reaches_the_engine_with_every_prompt_and_the_answer_keeps_its_name():
