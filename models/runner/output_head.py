@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from models.runner.linear_layers import Float32Head, TiledLinear
-from models.runner.row_stability import row_limit, stable_rows
+from models.runner.row_stability import padded_rows, row_limit, stable_rows
 
 
 def make_logits_float32(model: PreTrainedModel, *, dtype: torch.dtype, max_rows: int) -> None:
@@ -31,7 +31,7 @@ def make_logits_float32(model: PreTrainedModel, *, dtype: torch.dtype, max_rows:
     if type(head) not in (nn.Linear, TiledLinear) or dtype == torch.float32:
         return
     is_measured = head.weight.dtype == torch.float32 and head.bias is None
-    tile_rows = head.tile_rows if isinstance(head, TiledLinear) else max_rows
+    tile_rows = head.tile_rows if isinstance(head, TiledLinear) else padded_rows(max_rows)
     head.__class__ = Float32Head
     head.tile_rows = tile_rows
     if head.weight.device.type == "cpu" and not is_measured:

@@ -5,6 +5,9 @@ kernels keep that for any number of rows; others (AMX) choose another order of s
 inputs. What the processor at hand does is measured at load, on the model's own weights; products
 that are only stable up to a number of rows are then cut into tiles of at most that many. Where the
 processor cannot multiply bfloat16 at all, weights are widened to float32 first.
+
+On a GPU not only products depend on the number of rows: the mean in a norm does too. Where
+independence is asked for there, every forward pass has the same number of rows.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from models.errors import ConfigError
 from models.loading.arithmetic import product_dtype
 from models.runner.linear_layers import Float32Head, TiledConv1D, TiledLinear, conv1d
 
@@ -30,6 +34,10 @@ LARGE_COUNTS_ROWS = (40, 64, 96, 128, 192, 256)
 # before their equality says anything.
 MIN_COMPARED_ELEMENTS = 200_000
 MAX_COMPARED_ROWS = 8192
+# Rows of every forward pass where they are fixed. By the data sheet of an H200 (989 TFLOP/s,
+# 4.8 TB/s) reading a bfloat16 weight takes as long as multiplying 200 rows with it, so that a
+# decode of a few should pay little for the others. Not measured.
+FIXED_ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,34 +49,46 @@ class RowPolicy:
         max_forward_rows: most rows of one forward pass; 0 is without limit. Set when a model
             multiplies weights outside of layers that can be tiled one by one (experts).
         smallest_tile_rows: the smallest tile in use, 0 if no product needs tiles.
+        is_fixed: every forward pass has the same number of rows, and whatever else has a shape
+            that depends on the company (attention, adapters) is taken apart.
     """
 
     multiple: int
     max_forward_rows: int
     smallest_tile_rows: int
+    is_fixed: bool = False
 
 
 # Exactly these: a subclass may compute something else (the router of phimoe does).
 LINEAR_CLASSES = (nn.Linear, TiledLinear, Conv1D, TiledConv1D)
 
 
-def make_row_independent(model: nn.Module, *, dtype: torch.dtype, max_rows: int) -> RowPolicy:
+def make_row_independent(
+    model: nn.Module, *, dtype: torch.dtype, max_rows: int, is_batch_invariant: bool = False
+) -> RowPolicy:
     """Measure the products of ``model`` and tile, in place, those that need it.
 
     Args:
-        model: on its device. A GPU's libraries need other means and are left alone. In float32,
-            where the law is equal tokens and nearly equal log probabilities, rows are padded but
-            products are not tiled.
+        model: on its device. A GPU's libraries need other means and are left alone, unless
+            ``is_batch_invariant``. In float32, where the law is equal tokens and nearly equal log
+            probabilities, rows are padded but products are not tiled.
         dtype: what the model was loaded in.
         max_rows: most rows of a step.
+        is_batch_invariant: fix the rows of a forward pass on a GPU.
+
+    Raises:
+        ConfigError: see ``fix_rows``.
     """
     device = next(model.parameters()).device
     if device.type != "cpu":
+        if is_batch_invariant:
+            return fix_rows(model, max_rows)
         return RowPolicy(multiple=1, max_forward_rows=0, smallest_tile_rows=0)
     if dtype == torch.float32:
         return RowPolicy(ROW_MULTIPLE, max_forward_rows=0, smallest_tile_rows=0)
     if (wide := product_dtype(dtype, device)) != dtype:
-        _widen(model, wide, max_rows)
+        # Tiles of another number than a multiple would end in products of any number of rows.
+        _widen(model, wide, padded_rows(max_rows))
     limit = row_limit(max_rows)
     tiles: dict[tuple[object, ...], int] = {}
     smallest = 0
@@ -100,9 +120,36 @@ def make_row_independent(model: nn.Module, *, dtype: torch.dtype, max_rows: int)
     return RowPolicy(ROW_MULTIPLE, forward_rows, smallest)
 
 
+def fix_rows(model: nn.Module, max_rows: int) -> RowPolicy:
+    """Return the policy by which every forward pass has the same number of rows.
+
+    Every product of a weight, and every other operation of the model on rows, then has the same
+    shape always, and a library the same kernel for it. A step of more rows takes several passes.
+
+    Args:
+        model: of any device.
+        max_rows: most rows of a step.
+
+    Raises:
+        ConfigError: the model has experts, which get any number of rows.
+    """
+    if any(parameter.dim() > 2 for parameter in _foreign_weights(model)):
+        raise ConfigError(
+            "batch_invariant",
+            "this model has experts, whose numbers of rows depend on the company",
+        )
+    rows = min(FIXED_ROWS, padded_rows(max_rows))
+    return RowPolicy(rows, max_forward_rows=rows, smallest_tile_rows=0, is_fixed=True)
+
+
 def row_limit(max_rows: int) -> int:
     """Return the largest number of rows of one product that is of interest."""
-    return min(LARGEST_TILE_ROWS, -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE)
+    return min(LARGEST_TILE_ROWS, padded_rows(max_rows))
+
+
+def padded_rows(num_rows: int) -> int:
+    """Return the rows of a forward pass of so many rows, padding included."""
+    return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 @torch.inference_mode()

@@ -202,6 +202,18 @@ def test_no_more_rows_are_measured_than_a_step_has(monkeypatch, max_rows, limit)
     assert [entry[3] for entry in asked] == [limit]
 
 
+@pytest.mark.parametrize("max_rows", [1, 3, 7, 8, 1001])
+def test_tiles_of_widened_products_have_a_multiple_of_rows(monkeypatch, max_rows):
+    fake_measurement(monkeypatch, {})
+    monkeypatch.setattr(row_stability, "product_dtype", lambda *_: torch.float32)
+    model = nn.Sequential(nn.Linear(16, 24)).bfloat16()
+
+    make_row_independent(model, dtype=torch.bfloat16, max_rows=max_rows)
+
+    assert model[0].weight.dtype == torch.float32
+    assert model[0].tile_rows % ROW_MULTIPLE == 0
+
+
 def test_stacks_of_matrices_bound_the_forward_pass(monkeypatch):
     asked = fake_measurement(monkeypatch, {(16, 24): 32})
     model = nn.Sequential(nn.Linear(16, 16), Experts()).bfloat16()
