@@ -9,11 +9,14 @@
 #   make bench     print the table of speeds
 #   make bench-sampling  the same of sampling by itself, beside transformers' processors
 #   make bench-adapters  what adapters cost, beside the same engine without them
+#   make test-gpu  what needs a GPU: kernels, the engine, equal bits in any company
+#   make bench-gpu    attention backends on a GPU, and what batch_invariant costs
+#   make bench-contract  what reading, refusing and framing cost, without a model
 #   make soak      the long runs
 #   make lock      resolve the dependencies anew into constraints.txt
 #   make clean     remove caches (not .venv)
-.PHONY: serve demo-adapters train-adapters test check test-unit fmt bench bench-sampling bench-adapters soak lock
-.PHONY: clean setup
+.PHONY: serve demo-adapters train-adapters test check test-unit fmt bench bench-sampling bench-adapters bench-contract soak lock
+.PHONY: test-gpu bench-gpu clean setup
 .NOTPARALLEL:
 
 # Asked for only when .venv must be made. A pyenv shim may exist and still not run: try each.
@@ -67,6 +70,20 @@ bench-sampling: $(STAMP)
 bench-adapters: $(STAMP)
 	$(VENV_PYTHON) -m pytest -q -s -m bench tests/benchmarks/test_adapter_speed.py \
 		--bench-adapters $(if $(SAVE),--bench-save) $(if $(QUICK),--bench-quick) $(ARGS)
+
+# Both need a torch with CUDA, which constraints.txt does not have; without one they say so.
+test-gpu: $(STAMP)
+	$(VENV_PYTHON) -m pytest -q -m gpu tests/gpu $(ARGS)
+
+# QUICK=1 only shows that everything runs.
+bench-gpu: $(STAMP)
+	$(VENV_PYTHON) -m pytest -q -s -m bench tests/benchmarks/test_gpu_speed.py \
+		--bench-gpu $(if $(QUICK),--bench-quick) $(ARGS)
+
+# SAVE=1 also writes docs/benchmarks-contract.md.
+bench-contract: $(STAMP)
+	$(VENV_PYTHON) -m pytest -q -s -m bench tests/benchmarks/test_contract_speed.py \
+		--bench-contract $(if $(SAVE),--bench-save) $(ARGS)
 
 soak: $(STAMP)
 	$(VENV_PYTHON) -m pytest -q -s -m soak tests/soak $(ARGS)

@@ -40,7 +40,14 @@ _names = (f"medley_{number}" for number in itertools.count())
 
 
 class AttentionBackend(Protocol):
-    """Attention over the KV pool, called by every layer of the model. Owner: the step thread."""
+    """Attention over the KV pool, called by every layer of the model. Owner: the step thread.
+
+    Attributes:
+        is_row_independent: a row's operations have the same shapes in any company, so that no
+            library can take another kernel for it.
+    """
+
+    is_row_independent: bool
 
     def begin_step(self, layout: StepLayout) -> None:
         """Take the layout of the step whose forward pass follows."""

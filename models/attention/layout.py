@@ -54,6 +54,21 @@ class PrefillSegment:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class GivenKeyValues:
+    """Keys and values that an adapter brings for some rows, instead of those the model computes.
+
+    Attributes:
+        slots: [n] int64, where they are stored; each is the slot of a row of the step.
+        keys: [layers, H, n, Dk], the pool's dtype, rotated or not as the adapter has them.
+        values: [layers, H, n, Dv].
+    """
+
+    slots: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepLayout:
     """All of one step.
 
@@ -63,6 +78,7 @@ class StepLayout:
         fresh_block_ids: [m] int64, blocks whose first slot this step writes; None without any.
         decodes: groups of single-token rows.
         prefills: chunks.
+        given: keys and values of rows whose own are not stored; None without any.
     """
 
     num_tokens: int
@@ -70,3 +86,4 @@ class StepLayout:
     fresh_block_ids: Tensor | None
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillSegment, ...]
+    given: GivenKeyValues | None = None

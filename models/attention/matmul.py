@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.attention.backend import check_keywords, layer_index
+from models.attention.layer_step import AttentionOptions, store_
 from models.attention.layout import DecodeGroup, PrefillSegment, StepLayout
 from models.kv_cache.store import KVCachePool
 
@@ -28,6 +29,9 @@ MIN_FLOAT32_ROWS = 4
 
 class MatmulAttention:
     """See the module's text. Works on any device. Owner: the step thread."""
+
+    # What the text says holds on the CPU; shapes do depend on the company.
+    is_row_independent = False
 
     def __init__(self, pool: KVCachePool, product_dtype: torch.dtype) -> None:
         """Attend over ``pool``.
@@ -64,14 +68,12 @@ class MatmulAttention:
         assert layout is not None
         layer = layer_index(module)
         num_tokens = layout.num_tokens
-        if layout.fresh_block_ids is not None:
-            self._pool.clear_values_(layer, layout.fresh_block_ids)
-        self._pool.write_(layer, key[0, :, :num_tokens], value[0, :, :num_tokens], layout.slots)
+        store_(self._pool, layer, layout, key, value)
         num_heads, num_rows = query.shape[1], query.shape[2]
         output = query.new_empty(1, num_rows, num_heads, value.shape[-1])
         if num_rows > num_tokens:
             output[:, num_tokens:] = 0
-        options = _Options.of(keywords, query.shape[-1])
+        options = AttentionOptions.of(keywords, query.shape[-1])
         grouped = query[0].to(self._product_dtype)
         grouped = grouped.view(key.shape[1], -1, num_rows, query.shape[-1])  # [Hkv, G, T, Dk]
         for number, group in enumerate(layout.decodes):
@@ -136,36 +138,8 @@ class MatmulAttention:
         return mask
 
 
-class _Options:
-    """Keywords of one layer's attention, read once."""
-
-    __slots__ = ("scaling", "sinks", "sliding_window", "softcap")
-
-    def __init__(
-        self,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> None:
-        self.scaling = scaling
-        self.sliding_window = sliding_window
-        self.softcap = softcap
-        self.sinks = sinks
-
-    @classmethod
-    def of(cls, keywords: dict[str, Any], width: int) -> _Options:
-        scaling = keywords.get("scaling")
-        return cls(
-            width**-0.5 if scaling is None else float(scaling),
-            keywords.get("sliding_window"),
-            keywords.get("softcap"),
-            keywords.get("s_aux"),
-        )
-
-
 def _attend(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, options: _Options
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Return ``softmax(queries @ keys) @ values``, of the shape of ``queries`` with Dv columns.
 
@@ -191,7 +165,7 @@ def _attend(
     return _mix(weights, values).view(*shape, -1)[:, :, :num_rows]
 
 
-def _softmax(scores: Tensor, mask: Tensor, options: _Options) -> Tensor:
+def _softmax(scores: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
     """Return attention weights in the dtype of ``scores``; computed in float32.
 
     Args:

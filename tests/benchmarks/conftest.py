@@ -1,4 +1,4 @@
-"""Options of ``make bench``, ``make bench-sampling`` and ``make bench-adapters``."""
+"""Options of ``make bench``, ``bench-sampling``, ``bench-adapters`` and ``bench-gpu``."""
 
 import pytest
 
@@ -13,4 +13,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--bench-save", action="store_true", help="also write the page in docs/")
     group.addoption("--bench-sampling", action="store_true", help="measure sampling by itself")
     group.addoption("--bench-adapters", action="store_true", help="measure what adapters cost")
+    group.addoption("--bench-gpu", action="store_true", help="measure attention on a GPU")
+    group.addoption("--bench-contract", action="store_true", help="measure the HTTP contract")
     group.addoption("--bench-quick", action="store_true", help="little work: figures mean nothing")

@@ -1,165 +1,93 @@
-"""MatmulAttention against slow, obvious attention, and its row independence."""
-
-import math
-from types import SimpleNamespace
+"""MatmulAttention against the reference, and its row independence."""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from models.attention.matmul import VALUE_SPAN_TOKENS, MatmulAttention
-from models.config import KVCacheConfig
+from models.attention.matmul import VALUE_SPAN_TOKENS
+from models.attention.reference import ReferenceAttention
 from models.errors import ConfigError
-from models.kv_cache.store import KVCachePool, LayerShape, plan_kv_cache
-from models.loading.arithmetic import product_dtype
-from models.runner.inputs import pack
-from models.scheduling.step_plan import ScheduledSequence
+from tests.unit.models.attention.steps import Sequences
 
-BLOCK_SIZE = 16
-MODULE = SimpleNamespace(layer_idx=0)
-CPU = torch.device("cpu")
-
-
-class Sequences:
-    """Random keys, values and queries of several sequences, run through one pool."""
-
-    def __init__(
-        self, lengths, *, dtype=torch.float32, num_heads=4, num_kv_heads=2, width=16, seed=0
-    ):
-        self.lengths = lengths
-        self.shape = LayerShape(num_kv_heads, width, width)
-        generator = torch.Generator().manual_seed(seed)
-
-        def draw(num_heads, length):
-            return torch.randn(num_heads, length, width, generator=generator).to(dtype)
-
-        self.queries = [draw(num_heads, length) for length in lengths]
-        self.keys = [draw(num_kv_heads, length) for length in lengths]
-        self.values = [draw(num_kv_heads, length) for length in lengths]
-        num_blocks = sum(-(-length // BLOCK_SIZE) for length in lengths) + 4
-        bytes_per_block = num_kv_heads * 2 * width * dtype.itemsize * BLOCK_SIZE
-        plan = plan_kv_cache(
-            KVCacheConfig(
-                budget_bytes=bytes_per_block * (num_blocks + 1), block_size_tokens=BLOCK_SIZE
-            ),
-            [self.shape],
-            dtype,
-        )
-        self.pool = KVCachePool(plan, [self.shape], dtype, CPU)
-        self.backend = MatmulAttention(self.pool, product_dtype(dtype, CPU))
-        ids = iter(torch.randperm(plan.num_blocks, generator=generator).tolist())
-        self.tables = [
-            tuple(next(ids) for _ in range(-(-length // BLOCK_SIZE))) for length in lengths
-        ]
-
-    def step(self, spans, *, multiple=1, **keywords):
-        """Run {sequence: (start, end)} as one step; return {sequence: [q, H, D]}."""
-        parts = [
-            ScheduledSequence(index, (0,) * (end - start), start, self.tables[index], False)
-            for index, (start, end) in spans.items()
-        ]
-        inputs = pack(
-            parts,
-            block_size=BLOCK_SIZE,
-            null_block_id=self.pool.null_block_id,
-            multiple=multiple,
-            device=CPU,
-        )
-        num_rows = inputs.token_ids.shape[1]
-        query, key, value = (
-            torch.zeros(1, tensors[0].shape[0], num_rows, tensors[0].shape[2]).to(tensors[0].dtype)
-            for tensors in (self.queries, self.keys, self.values)
-        )
-        rows = {}
-        for part, last in zip(parts, inputs.last_rows, strict=True):
-            where = slice(last + 1 - len(part.token_ids), last + 1)
-            span = slice(part.start, part.end)
-            query[0, :, where] = self.queries[part.seq_id][:, span]
-            key[0, :, where] = self.keys[part.seq_id][:, span]
-            value[0, :, where] = self.values[part.seq_id][:, span]
-            rows[part.seq_id] = where
-        self.backend.begin_step(inputs.layout)
-        output, weights = self.backend(MODULE, query, key, value, None, **keywords)
-        assert weights is None
-        return {index: output[0, where] for index, where in rows.items()}
-
-    def run(self, index, chunks, **keywords):
-        """Run one sequence alone in chunks of the given sizes; return [length, H, D]."""
-        outputs, start = [], 0
-        for size in chunks:
-            outputs.append(self.step({index: (start, start + size)}, **keywords)[index])
-            start += size
-        assert start == self.lengths[index]
-        return torch.cat(outputs)
-
-
-def slow_attention(
-    queries, keys, values, *, scaling, sliding_window=None, softcap=None, sinks=None
-):
-    """Attend token by token and head by head, in float64; [length, H, D]."""
-    num_heads, length, width = queries.shape
-    output = torch.zeros(length, num_heads, width, dtype=torch.float64)
-    for head in range(num_heads):
-        kv_head = head // (num_heads // keys.shape[0])
-        for position in range(length):
-            first = 0 if sliding_window is None else max(0, position + 1 - sliding_window)
-            scores = [
-                float(queries[head, position].double() @ keys[kv_head, other].double()) * scaling
-                for other in range(first, position + 1)
-            ]
-            if softcap is not None:
-                scores = [math.tanh(score / softcap) * softcap for score in scores]
-            exponentials = [math.exp(score) for score in scores]
-            total = sum(exponentials) + (math.exp(float(sinks[head])) if sinks is not None else 0)
-            for other, exponential in enumerate(exponentials, start=first):
-                output[position, head] += exponential / total * values[kv_head, other].double()
-    return output
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"scaling": 0.3},
-        {"sliding_window": 5},
-        {"softcap": 1.5},
-        {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])},
-        {"sliding_window": 18, "softcap": 2.0},
-    ],
-    ids=str,
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "scaling": st.sampled_from([0.1, 0.3]),
+        "sliding_window": st.integers(1, 90),
+        "softcap": st.sampled_from([1.5, 20.0]),
+        "s_aux": st.just("sinks"),
+    },
 )
-def test_attention_equals_a_slow_reference_for_every_way_to_cut_a_prompt(options):
-    sequences = Sequences([37])
-    expected = slow_attention(
-        sequences.queries[0],
-        sequences.keys[0],
-        sequences.values[0],
-        scaling=options.get("scaling", 16**-0.5),
-        sliding_window=options.get("sliding_window"),
-        softcap=options.get("softcap"),
-        sinks=options.get("s_aux"),
-    )
-
-    for chunks in ([37], [1] * 37, [16, 16, 5], [20, 1, 1, 15]):
-        output = sequences.run(0, chunks, **options)
-        assert torch.allclose(output.double(), expected, atol=1e-5)
 
 
-def test_steps_that_mix_decodes_and_chunks_equal_the_reference():
-    sequences = Sequences([40, 33, 21, 5])
-    expected = [
-        slow_attention(query, key, value, scaling=0.25)
-        for query, key, value in zip(
-            sequences.queries, sequences.keys, sequences.values, strict=True
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 80), min_size=1, max_size=4),
+    num_kv_heads=st.integers(1, 3),
+    num_groups=st.integers(1, 3),
+    width=st.sampled_from([8, 16, 24]),
+    value_width=st.sampled_from([8, 16]),
+    block_size=st.sampled_from([1, 3, 16, 64]),
+    options=OPTIONS,
+    cut=st.floats(0, 1),
+    is_attention_by_row=st.booleans(),
+)
+def test_steps_of_any_sequences_equal_the_reference(
+    lengths,
+    num_kv_heads,
+    num_groups,
+    width,
+    value_width,
+    block_size,
+    options,
+    cut,
+    is_attention_by_row,
+):
+    num_heads = num_kv_heads * num_groups
+    if "s_aux" in options:
+        options = {**options, "s_aux": torch.linspace(-2, 3, num_heads)}
+    ours, reference = (
+        Sequences(
+            lengths,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            width=width,
+            value_width=value_width,
+            block_size=block_size,
+            **backend,
         )
-    ]
-    sequences.step({0: (0, 39), 1: (0, 32), 2: (0, 10)}, scaling=0.25)
-
-    output = sequences.step(
-        {3: (0, 5), 0: (39, 40), 2: (10, 21), 1: (32, 33)}, multiple=8, scaling=0.25
+        for backend in ({}, {"make_backend": ReferenceAttention})
     )
+    # A chunk of each, then the rest, or only one token of it.
+    first = {index: (0, int(cut * length)) for index, length in enumerate(lengths)}
+    second = {
+        index: (start, length if index % 2 else start + 1)
+        for index, (length, (_, start)) in enumerate(zip(lengths, first.values(), strict=True))
+        if start < length
+    }
+    for spans in (first, second):
+        spans = {index: span for index, span in spans.items() if span[0] < span[1]}
+        if not spans:
+            continue
+        expected = reference.step(spans, **options)
+        found = ours.step(spans, multiple=8, is_attention_by_row=is_attention_by_row, **options)
 
-    for index, (start, end) in {0: (39, 40), 1: (32, 33), 2: (10, 21), 3: (0, 5)}.items():
-        assert torch.allclose(output[index].double(), expected[index][start:end], atol=1e-5)
+        for index in spans:
+            assert torch.allclose(found[index], expected[index], atol=2e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 300}], ids=str)
+def test_sequences_of_several_spans_equal_the_reference(options):
+    ours = Sequences([700, 530])
+    reference = Sequences([700, 530], make_backend=ReferenceAttention)
+    spans = [{0: (0, 690), 1: (0, 529)}, {0: (690, 700), 1: (529, 530)}]
+
+    for each in spans:
+        expected = reference.step(each, **options)
+        found = ours.step(each, **options)
+        for index in each:
+            assert torch.allclose(found[index], expected[index], atol=2e-5)
 
 
 @pytest.mark.parametrize("width", [16, 64, 80, 128])
