@@ -11,6 +11,8 @@ import dataclasses
 from models.errors import ConfigError
 
 DTYPES = ("bfloat16", "float16", "float32")
+AUTO, MATMUL, VARLEN, REFERENCE = "auto", "matmul", "varlen", "reference"
+ATTENTION_BACKENDS = (AUTO, MATMUL, VARLEN, REFERENCE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,10 @@ class ModelConfig:
         max_model_len_tokens: upper bound on prompt plus output; 0 takes the model's own window.
         num_threads: compute threads on the CPU; 0 takes every core that the process may use.
         chat_template: Jinja text that replaces the model's own template; "" keeps it.
+        attention_backend: one of ATTENTION_BACKENDS; AUTO takes the fastest that the device and
+            the model allow.
+        is_batch_invariant: on a GPU, give every row the same bits in any company, at a cost in
+            speed. On the CPU in bfloat16 that holds anyway.
     """
 
     path: str = ""
@@ -34,6 +40,8 @@ class ModelConfig:
     max_model_len_tokens: int = 0
     num_threads: int = 0
     chat_template: str = ""
+    attention_backend: str = AUTO
+    is_batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         """Check what can be checked without files.
@@ -45,6 +53,11 @@ class ModelConfig:
             raise ConfigError("model_id", "must not be empty")
         if self.dtype not in DTYPES:
             raise ConfigError("dtype", f"'{self.dtype}' is not one of {', '.join(DTYPES)}")
+        if self.attention_backend not in ATTENTION_BACKENDS:
+            raise ConfigError(
+                "attention_backend",
+                f"'{self.attention_backend}' is not one of {', '.join(ATTENTION_BACKENDS)}",
+            )
         _check_at_least("max_model_len_tokens", self.max_model_len_tokens, 0)
         _check_at_least("num_threads", self.num_threads, 0)
 
@@ -55,7 +68,8 @@ class KVCacheConfig:
 
     Attributes:
         budget_bytes: bytes for the KV pool; the number of blocks follows from it.
-        block_size_tokens: tokens of one block.
+        block_size_tokens: tokens of one block; an attention backend that needs larger ones (on a
+            GPU, multiples of 256) gets the next multiple of what it needs.
         is_prefix_caching_enabled: keep the KV of finished requests for later ones that start alike.
     """
 
@@ -112,20 +126,41 @@ class AdapterConfig:
     """Which adapters a model has and what they may take.
 
     Attributes:
-        path: folder with one PEFT folder per adapter; "" serves none.
+        path: folder with one PEFT folder per adapter, or a URL of one that fsspec reads, such as
+            "s3://bucket/adapters"; "" serves none.
         max_rank: largest rank of an adapter that is served.
+        max_virtual_tokens: most tokens that an adapter of the prompt tuning kind (prompt tuning,
+            P-tuning, prefix tuning) may put before every prompt. They count against the window,
+            and their KV is computed and held like that of a prompt.
         max_num_slots: most adapters that are resident on the device.
         device_budget_bytes: most bytes of the resident ones.
         host_budget_bytes: most bytes of those in host memory, resident ones included.
         max_slot_wait_s: most seconds that a request waits for a slot, or for room in host memory.
+        check_interval_s: seconds in which a URL or the hub is asked once per adapter whether its
+            files have changed; a local folder is looked at every second.
+        download_budget_bytes: most bytes of downloaded files on the local disk.
+        is_hub_allowed: a request may name any adapter of the Hugging Face hub, as "owner/name".
+        hub_revision: branch, tag or commit of those; "" takes their default branch.
+        max_num_metered: most adapters that have metrics of their own; the others share one.
     """
 
     path: str = ""
     max_rank: int = 64
+    max_virtual_tokens: int = 256
     max_num_slots: int = 32
     device_budget_bytes: int = 1 << 30
     host_budget_bytes: int = 2 << 30
     max_slot_wait_s: float = 30.0
+    check_interval_s: float = 30.0
+    download_budget_bytes: int = 8 << 30
+    is_hub_allowed: bool = False
+    hub_revision: str = ""
+    max_num_metered: int = 100
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether there can be adapters."""
+        return bool(self.path) or self.is_hub_allowed
 
     def __post_init__(self) -> None:
         """Check ranges.
@@ -134,11 +169,18 @@ class AdapterConfig:
             ConfigError: naming the field.
         """
         _check_at_least("max_adapter_rank", self.max_rank, 1)
+        _check_at_least("max_virtual_tokens", self.max_virtual_tokens, 1)
         _check_at_least("max_num_adapter_slots", self.max_num_slots, 1)
         _check_at_least("adapter_device_budget_bytes", self.device_budget_bytes, 1)
         _check_at_least("adapter_host_budget_bytes", self.host_budget_bytes, 1)
         if not self.max_slot_wait_s > 0:
             raise ConfigError("max_adapter_wait_s", f"{self.max_slot_wait_s:g} is not above 0")
+        if not self.check_interval_s > 0:
+            raise ConfigError(
+                "adapter_check_interval_s", f"{self.check_interval_s:g} is not above 0"
+            )
+        _check_at_least("adapter_download_budget_bytes", self.download_budget_bytes, 1)
+        _check_at_least("max_num_metered_adapters", self.max_num_metered, 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,10 @@
     ModelServiceError
       RequestError                   the caller's fault; the same request fails again
         InvalidRequestError            param, reason
-        PromptTooLongError             num_prompt_tokens, max_model_len_tokens
-        ContextLengthExceededError     num_prompt_tokens, max_tokens, max_model_len_tokens
+        PromptTooLongError             num_prompt_tokens, max_model_len_tokens,
+                                       num_virtual_tokens
+        ContextLengthExceededError     num_prompt_tokens, max_tokens, max_model_len_tokens,
+                                       num_virtual_tokens
         ChatTemplateError              reason (the template's own words)
         ModelNotFoundError             model_id
         InvalidAdapterIdError          adapter_id
@@ -51,33 +53,50 @@ class InvalidRequestError(RequestError):
 class PromptTooLongError(RequestError):
     """The prompt alone leaves no room for a token in the model's window."""
 
-    def __init__(self, num_prompt_tokens: int, max_model_len_tokens: int) -> None:
-        super().__init__(num_prompt_tokens, max_model_len_tokens)
+    def __init__(
+        self, num_prompt_tokens: int, max_model_len_tokens: int, num_virtual_tokens: int = 0
+    ) -> None:
+        super().__init__(num_prompt_tokens, max_model_len_tokens, num_virtual_tokens)
         self.num_prompt_tokens = num_prompt_tokens
         self.max_model_len_tokens = max_model_len_tokens
+        self.num_virtual_tokens = num_virtual_tokens
 
     def __str__(self) -> str:
         return (
-            f"the prompt has {self.num_prompt_tokens} tokens; this model's window of "
-            f"{self.max_model_len_tokens} tokens must hold it and at least one new token"
+            f"the prompt has {self.num_prompt_tokens} tokens"
+            f"{_and_virtual_tokens(self.num_virtual_tokens)}; this model's window of "
+            f"{self.max_model_len_tokens} tokens must hold "
+            f"{'them' if self.num_virtual_tokens else 'it'} and at least one new token"
         )
 
 
 class ContextLengthExceededError(RequestError):
     """An explicit max_tokens does not fit behind the prompt."""
 
-    def __init__(self, num_prompt_tokens: int, max_tokens: int, max_model_len_tokens: int) -> None:
-        super().__init__(num_prompt_tokens, max_tokens, max_model_len_tokens)
+    def __init__(
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        max_model_len_tokens: int,
+        num_virtual_tokens: int = 0,
+    ) -> None:
+        super().__init__(num_prompt_tokens, max_tokens, max_model_len_tokens, num_virtual_tokens)
         self.num_prompt_tokens = num_prompt_tokens
         self.max_tokens = max_tokens
         self.max_model_len_tokens = max_model_len_tokens
+        self.num_virtual_tokens = num_virtual_tokens
 
     def __str__(self) -> str:
+        total = self.max_tokens + self.num_prompt_tokens + self.num_virtual_tokens
         return (
-            f"max_tokens is {self.max_tokens} and the prompt has {self.num_prompt_tokens} tokens, "
-            f"together {self.max_tokens + self.num_prompt_tokens}; this model's window is "
-            f"{self.max_model_len_tokens} tokens"
+            f"max_tokens is {self.max_tokens} and the prompt has {self.num_prompt_tokens} tokens"
+            f"{_and_virtual_tokens(self.num_virtual_tokens)}, together {total}; this model's "
+            f"window is {self.max_model_len_tokens} tokens"
         )
+
+
+def _and_virtual_tokens(num_virtual_tokens: int) -> str:
+    return f" behind the adapter's {num_virtual_tokens} virtual ones" if num_virtual_tokens else ""
 
 
 class ChatTemplateError(RequestError):

@@ -64,10 +64,17 @@ class ChatPrompt:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TextPrompt:
-    """Plain text; special tokens (such as BOS) are added as the tokenizer does by default."""
+    """Plain text.
+
+    Attributes:
+        text: what to continue.
+        add_special_tokens: put what the tokenizer begins a text with (BOS) before it.
+        suffix: text behind what is wanted, for models that fill in the middle; "" is none.
+    """
 
     text: str
     add_special_tokens: bool = True
+    suffix: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,7 @@ class Sampler:
         """Make a sampler for one model.
 
         Args:
-            vocabulary_size: width of the logits; may be more than the tokenizer has.
+            vocabulary_size: most columns of logits; may be more than the tokenizer has.
             eos_token_ids: what ``min_tokens`` holds back; ids outside of the logits are ignored.
             processors: run after the built-in ones, see the class.
         """
@@ -119,7 +119,9 @@ class Sampler:
         by that. Everything that the host has to know comes from the device in one copy.
 
         Args:
-            logits: [B, V] of any floating dtype on any device; not changed.
+            logits: [B, V] of any floating dtype on any device; not changed. V may differ from step
+                to step: a column of -inf more or less changes no row's bits. Token ids of ``rows``
+                are below V.
             rows: B rows of this sampler, all different.
 
         Returns:
@@ -133,7 +135,8 @@ class Sampler:
         if not touched:
             tokens, final_best = _choose(scores, maxima, rows), maxima.amax(dim=1)
         else:
-            tokens, final_best = self._choose_processed(scores, maxima, rows, touched)
+            width = min(logits.shape[1], self._vocabulary_size)
+            tokens, final_best = self._choose_processed(scores, maxima, rows, touched, width)
         results = fetch_results(scores, maxima, final_best, tokens, rows)
         for row, result in zip(rows, results, strict=True):
             if result.error is None:
@@ -141,15 +144,21 @@ class Sampler:
         return results
 
     def _choose_processed(
-        self, scores: Tensor, maxima: Tensor, rows: Sequence[SamplingRow], touched: Sequence[int]
+        self,
+        scores: Tensor,
+        maxima: Tensor,
+        rows: Sequence[SamplingRow],
+        touched: Sequence[int],
+        width: int,
     ) -> tuple[Tensor, Tensor]:
         """Return tokens and best logits, both [B], where some rows have processors to run.
 
-        Those rows are copied; the others are read where they are.
+        Those rows are copied, and processors see ``width`` columns; the others are read where
+        they are.
         """
         processed = self._copied(scores, touched)
         touched_rows = [rows[index] for index in touched]
-        self._process_(processed[:, : self._vocabulary_size], touched_rows)
+        self._process_(processed[:, :width], touched_rows)
         processed_maxima = block_maxima(processed)
         tokens = _choose(processed, processed_maxima, touched_rows)
         best = processed_maxima.amax(dim=1)

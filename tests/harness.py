@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -63,8 +64,12 @@ def make_parts(
     max_num_scored_positions: int = 1000,
     text: TokenText | None = None,
     adapters: AdapterConfig | None = None,
+    **model_settings: Any,
 ) -> EngineParts:
-    """Assemble an engine over ``model`` with ``num_blocks`` usable KV blocks."""
+    """Assemble an engine over ``model`` with ``num_blocks`` usable KV blocks.
+
+    ``model_settings`` are further fields of ModelConfig.
+    """
     window = plan_max_model_len(model.config, max_model_len_tokens)
     fix_longrope(model, window)
     layers = tuple(discover_layers(model))
@@ -81,7 +86,11 @@ def make_parts(
         ),
         text or TokenText(),
         EngineConfig(
-            model=ModelConfig(model_id="tiny", dtype=str(model.dtype).removeprefix("torch.")),
+            model=ModelConfig(
+                model_id="tiny",
+                dtype=str(model.dtype).removeprefix("torch."),
+                **model_settings,
+            ),
             kv_cache=KVCacheConfig(
                 budget_bytes=bytes_per_block * (num_blocks + 1),
                 block_size_tokens=block_size,
@@ -155,7 +164,7 @@ def run(
             weights = (adapters or {}).get(request.request_id)
             if weights is not None:
                 request = dataclasses.replace(request, adapter=weights.ref)
-            prepared = engine.prepare(request, tuple(prompt), time.monotonic())
+            prepared = engine.prepare(request, tuple(prompt), time.monotonic(), weights)
             engine.admit(prepared, weights)
         for request_id, event in engine.step():
             if isinstance(event, ModelServiceError):

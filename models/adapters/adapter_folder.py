@@ -6,12 +6,19 @@ import dataclasses
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 from models.adapters.ids import is_adapter_id
-from models.adapters.source import CONFIG_NAME, WEIGHTS_NAME, AdapterFiles, VersionDigest
+from models.adapters.source import (
+    CONFIG_NAME,
+    PICKLE_NAME,
+    TEXT_NAMES,
+    WEIGHTS_NAME,
+    AdapterFiles,
+    VersionDigest,
+)
 from models.errors import (
     AdapterIncompatibleError,
     AdapterLoadFailedError,
@@ -19,13 +26,12 @@ from models.errors import (
     ModelServiceError,
 )
 
-_PICKLE_NAME = "adapter_model.bin"
 _MAX_HEADER_BYTES = 16 << 20
 _CHUNK_BYTES = 1 << 20
 
 # Of each file: inode, size, times of content and of inode change in ns. The last one tells of a
-# rewrite that sets the time of content back.
-Fingerprint = tuple[tuple[int, int, int, int], ...]
+# rewrite that sets the time of content back. Of a file of TEXT_NAMES that is not there: nothing.
+Fingerprint = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,14 +42,21 @@ class LocatedFiles:
         folder: the adapter's folder; a real path, as the others.
         config: ``adapter_config.json``.
         weights: ``adapter_model.safetensors``.
-        fingerprint: changes whenever one of the two does, but for a write within the same tick
+        texts: those of TEXT_NAMES that there are.
+        fingerprint: changes whenever one of these does, but for a write within the same tick
             (a few milliseconds) of the clock that times files.
     """
 
     folder: Path
     config: Path
     weights: Path
+    texts: Mapping[str, Path]
     fingerprint: Fingerprint
+
+    @property
+    def sizes_bytes(self) -> tuple[int, ...]:
+        """Sizes of all files: of the config, of the weights, of texts in their order."""
+        return tuple(state[1] for state in self.fingerprint if state)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +84,7 @@ class UnusableFilesError(Exception):
 class AdapterFolder:
     """A root folder with one folder per adapter: ``<root>/<adapter id>``.
 
-    The real paths of an adapter's folder and of both files have to lie in the real path of the
+    The real paths of an adapter's folder and of all files have to lie in the real path of the
     root. Who can write to the root is trusted not to swap links while they are followed.
 
     Owner: any thread; every method waits for the disk.
@@ -106,20 +119,24 @@ class AdapterFolder:
                 Path(os.path.realpath(folder / name, strict=True))
                 for name in (CONFIG_NAME, WEIGHTS_NAME)
             )
-            states = (config.stat(), weights.stat())
+            texts = dict(_existing_texts(folder))
+            paths = (config, weights, *texts.values())
+            states = {path: path.stat() for path in paths}
         except (FileNotFoundError, NotADirectoryError):
             raise self._missing(adapter_id) from None
         except OSError as error:
             raise self._unreadable(adapter_id, error) from error
-        if root not in config.parents or root not in weights.parents:
+        if not all(root in path.parents for path in paths):
             raise AdapterNotFoundError(adapter_id)
         # A pipe would never end, a device might.
-        if not all(stat.S_ISREG(state.st_mode) for state in states):
+        if not all(stat.S_ISREG(state.st_mode) for state in states.values()):
             raise AdapterNotFoundError(adapter_id)
-        fingerprint = tuple(
-            (state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in states
+        fingerprint = (
+            _fingerprint_of(states[config]),
+            _fingerprint_of(states[weights]),
+            *(_fingerprint_of(states[texts[name]]) if name in texts else () for name in TEXT_NAMES),
         )
-        return LocatedFiles(folder, config, weights, fingerprint)
+        return LocatedFiles(folder, config, weights, texts, fingerprint)
 
     def hash(self, adapter_id: str, check_open: Callable[[], None]) -> HashedFiles:
         """Compute the version of files that are whole and do not change meanwhile.
@@ -140,13 +157,18 @@ class AdapterFolder:
             located.fingerprint,
         )
         digest = VersionDigest()
-        sizes_bytes = [num_bytes for _, num_bytes, _, _ in located.fingerprint]
+        sizes_bytes = located.sizes_bytes
         try:
             with located.config.open("rb") as config, located.weights.open("rb") as weights:
                 if _is_cut_short(config, weights):
                     raise unusable
-                for file, num_bytes in zip((config, weights), sizes_bytes, strict=True):
+                for file, num_bytes in zip((config, weights), sizes_bytes[:2], strict=True):
                     digest.add_file(num_bytes, _chunks(file, check_open))
+            for (name, path), num_bytes in zip(located.texts.items(), sizes_bytes[2:], strict=True):
+                with path.open("rb") as text:
+                    if name.endswith(".json") and not _is_json_whole(text):
+                        raise unusable
+                    digest.add_text(name, num_bytes, _chunks(text, check_open))
         except OSError as error:
             raise self._unreadable(adapter_id, error) from error
         if self.locate(adapter_id) != located:
@@ -160,7 +182,7 @@ class AdapterFolder:
         return HashedFiles(files_of_version, located.fingerprint)
 
     def is_adapter(self, adapter_id: str) -> bool:
-        """Return whether ``locate`` finds both files; ``adapter_id`` keeps the grammar."""
+        """Return whether ``locate`` finds the files; ``adapter_id`` keeps the grammar."""
         try:
             self.locate(adapter_id)
         except (AdapterNotFoundError, UnusableFilesError):
@@ -178,7 +200,7 @@ class AdapterFolder:
         folder = self._root / adapter_id
         if not folder.is_dir():
             return AdapterNotFoundError(adapter_id)
-        if (folder / _PICKLE_NAME).is_file() and not (folder / WEIGHTS_NAME).exists():
+        if (folder / PICKLE_NAME).is_file() and not (folder / WEIGHTS_NAME).exists():
             return UnusableFilesError(
                 AdapterIncompatibleError(
                     adapter_id, "its weights are pickled; only safetensors files are read"
@@ -190,6 +212,17 @@ class AdapterFolder:
         # Without the path, which tells clients about this machine only.
         reason = error.strerror or type(error).__name__
         return UnusableFilesError(AdapterLoadFailedError(adapter_id, reason, self._retry_after_s))
+
+
+def _existing_texts(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield names and real paths; a link to nothing is no file."""
+    for name in TEXT_NAMES:
+        if (folder / name).exists():
+            yield name, Path(os.path.realpath(folder / name, strict=True))
+
+
+def _fingerprint_of(state: os.stat_result) -> tuple[int, ...]:
+    return state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
 
 
 def _folder_names(parent: Path) -> Iterator[str]:
@@ -219,12 +252,19 @@ def _is_cut_short(config: BinaryIO, weights: BinaryIO) -> bool:
     if num_header_bytes <= _MAX_HEADER_BYTES:
         num_tensor_bytes = _num_tensor_bytes(weights.read(num_header_bytes))
         num_missing_bytes = 8 + num_header_bytes + num_tensor_bytes - weights.seek(0, os.SEEK_END)
-    # The end alone: a file that is whole may still not be JSON.
-    config.seek(-min(64, config.seek(0, os.SEEK_END)), os.SEEK_END)
-    is_config_whole = config.read().rstrip().endswith(b"}")
-    config.seek(0)
     weights.seek(0)
-    return num_header_bytes == 0 or num_missing_bytes > 0 or not is_config_whole
+    return num_header_bytes == 0 or num_missing_bytes > 0 or not _is_json_whole(config)
+
+
+def _is_json_whole(file: BinaryIO) -> bool:
+    """Whether a file ends as a JSON object does; one that is whole may still be none.
+
+    Leaves it at its beginning.
+    """
+    file.seek(-min(64, file.seek(0, os.SEEK_END)), os.SEEK_END)
+    is_whole = file.read().rstrip().endswith(b"}")
+    file.seek(0)
+    return is_whole
 
 
 def _num_tensor_bytes(header: bytes) -> int:

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
+from models.adapters.failure_memory import FailureMemory
 from models.adapters.host_stats import AdapterFacts, CatalogueStats
 from models.adapters.host_tier import HostEntry, HostState, HostTier, W
 from models.adapters.ids import check_adapter_id
 from models.adapters.lease import Lease
+from models.adapters.meter import AdapterMeter
 from models.adapters.source import AdapterFiles, AdapterSource, FilesChangedError
 from models.errors import (
     AdapterIncompatibleError,
@@ -32,8 +34,6 @@ _logger = logging.getLogger(__name__)
 _MAX_NUM_FAILURES = 1024
 # Files that change under a load are found anew so often.
 _MAX_NUM_TRIES = 3
-# Waits for the disk and for hashes, no work of their own.
-_NUM_FINDER_THREADS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +46,15 @@ class CatalogueConfig:
         num_load_threads: adapters that are loaded at the same time.
         max_wait_s: most seconds that a request waits for room, before its load begins.
         failure_ttl_s: seconds for which a failed load is remembered instead of tried again.
+        num_find_threads: adapters that are looked for at the same time; they wait for the source
+            and do no work of their own.
     """
 
     budget_bytes: int
     num_load_threads: int = 2
     max_wait_s: float = 10.0
     failure_ttl_s: float = 5.0
+    num_find_threads: int = 4
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,12 +65,6 @@ class _Totals:
     num_failed_loads: int = 0
     num_remembered_failures: int = 0
     load_s: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Failure:
-    error: ModelServiceError
-    until_s: float
 
 
 class AdapterCatalogue(Generic[W]):
@@ -92,6 +89,7 @@ class AdapterCatalogue(Generic[W]):
         load: Callable[[AdapterFiles], W],
         config: CatalogueConfig,
         clock: Callable[[], float],
+        meter: AdapterMeter | None = None,
     ) -> None:
         """Wire the catalogue; nothing is loaded yet.
 
@@ -102,19 +100,25 @@ class AdapterCatalogue(Generic[W]):
                 reaches the requests as it is, anything else as an AdapterLoadFailedError.
             config: limits.
             clock: seconds.
+            meter: told of loads, hits and evictions; None counts for nobody.
         """
         self._source = source
+        self._meter = meter or AdapterMeter(0)
         self._load = load
         self._config = config
         self._clock = clock
         self._lock = threading.Lock()
-        self._tier: HostTier[W] = HostTier(config.budget_bytes)
+        self._tier: HostTier[W] = HostTier(
+            config.budget_bytes, lambda ref: self._meter.count_eviction(ref.id)
+        )
         self._finding: dict[str, Future[AdapterFiles]] = {}
-        self._failures: dict[AdapterRef, _Failure] = {}
+        self._failures: FailureMemory[AdapterRef] = FailureMemory(
+            config.failure_ttl_s, _MAX_NUM_FAILURES
+        )
         self._totals = _Totals()
         self._is_closed = False
         self._finders = ThreadPoolExecutor(
-            _NUM_FINDER_THREADS, thread_name_prefix="medley-adapter-find"
+            config.num_find_threads, thread_name_prefix="medley-adapter-find"
         )
         self._loaders = ThreadPoolExecutor(
             config.num_load_threads, thread_name_prefix="medley-adapter-load"
@@ -254,6 +258,9 @@ class AdapterCatalogue(Generic[W]):
     def _run_find(self, adapter_id: str) -> AdapterFiles:
         try:
             return self._source.find(adapter_id)
+        except AdapterLoadFailedError:
+            self._meter.count_failed_load(adapter_id)
+            raise
         except ModelServiceError:
             raise
         except Exception as error:
@@ -295,6 +302,7 @@ class AdapterCatalogue(Generic[W]):
         self._tier.reference(entry, now_s)
         if entry.state is HostState.READY:
             self._totals.num_hits += 1
+            self._meter.count_hit(files.adapter_id)
         else:
             self._totals.num_misses += 1
         self._start_queued()
@@ -327,7 +335,12 @@ class AdapterCatalogue(Generic[W]):
             _logger.exception("loading adapter %s failed", entry.ref.id)
             error = self._load_failed(entry.ref.id, caught)
         with self._lock:
-            self._totals.load_s += self._clock() - started_s
+            load_s = self._clock() - started_s
+            self._totals.load_s += load_s
+            if error is None:
+                self._meter.count_load(entry.ref.id, load_s)
+            else:
+                self._meter.count_failed_load(entry.ref.id)
             self._end_load(entry, weights, error)
             # Before the lock is free: what is unloaded next must not be held here still.
             weights = None
@@ -341,25 +354,15 @@ class AdapterCatalogue(Generic[W]):
         elif error is not None:
             self._totals.num_failed_loads += 1
             if isinstance(error, ModelServiceError):
-                self._remember_failure(entry.ref, error)
+                self._failures.remember(entry.ref, error, self._clock())
             self._tier.fail(entry, error)
         self._start_queued()
 
-    def _remember_failure(self, ref: AdapterRef, error: ModelServiceError) -> None:
-        self._failures.pop(ref, None)
-        self._failures[ref] = _Failure(copy.copy(error), self._clock() + self._config.failure_ttl_s)
-        if len(self._failures) > _MAX_NUM_FAILURES:
-            del self._failures[next(iter(self._failures))]
-
     def _check_failures(self, ref: AdapterRef, now_s: float) -> None:
-        failure = self._failures.get(ref)
-        if failure is None:
-            return
-        if now_s >= failure.until_s:
-            del self._failures[ref]
-            return
-        self._totals.num_remembered_failures += 1
-        raise copy.copy(failure.error)
+        failure = self._failures.recall(ref, now_s)
+        if failure is not None:
+            self._totals.num_remembered_failures += 1
+            raise failure
 
     def _check_size(self, adapter_id: str, num_bytes: int) -> None:
         if num_bytes > self._config.budget_bytes:

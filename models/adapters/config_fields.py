@@ -26,13 +26,13 @@ class ConfigFields:
         """Tell whether a key is there and not null; takes nothing."""
         return self._values.get(name) is not None
 
-    def flag(self, name: str) -> bool:
-        """Take true or false; absent and null are false.
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """Take true or false; absent and null give the default.
 
         Raises:
             AdapterFaultError: it is something else.
         """
-        value = self._take(name, default=False)
+        value = self._take(name, default=default)
         if not isinstance(value, bool):
             raise _wrong(name, value, "true or false")
         return value
@@ -59,6 +59,17 @@ class ConfigFields:
             AdapterFaultError: it is something else.
         """
         return _as_count(name, self._take(name, default=default))
+
+    def integer(self, name: str, *, default: int) -> int:
+        """Take a whole number of any sign.
+
+        Raises:
+            AdapterFaultError: it is something else.
+        """
+        value = self._take(name, default=default)
+        if not _is_integer(value):
+            raise _wrong(name, value, "a whole number")
+        return int(value)
 
     def number(self, name: str, *, default: float) -> float:
         """Take a finite number.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, Protocol, TypeVar
 
@@ -81,12 +82,16 @@ class HostTier(Generic[W]):
     what waits has a reference; what is leaving has one, or is LOADING.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(
+        self, budget_bytes: int, on_eviction: Callable[[AdapterRef], None] = lambda _: None
+    ) -> None:
         """Start empty.
 
         Args:
             budget_bytes: most bytes of all entries together.
+            on_eviction: told of every version that makes room for others.
         """
+        self._on_eviction = on_eviction
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self.num_evictions = 0
@@ -252,6 +257,7 @@ class HostTier(Generic[W]):
                 break
             self._drop(entry)
             self.num_evictions += 1
+            self._on_eviction(entry.ref)
         return can_fit
 
     def _let_go(self, entry: HostEntry[W]) -> None:

@@ -100,7 +100,6 @@ def read_ia3_spec(fields: ConfigFields) -> Ia3Spec:
     Raises:
         AdapterFaultError: one is wrong or not supported.
     """
-    fields.refuse({"modules_to_save": "fully trained modules"})
     fields.ignore("init_ia3_weights")
     fields.flag("fan_in_fan_out")
     # PEFT would take them from a table by architecture, but saves what it took.

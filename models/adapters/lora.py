@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,8 +14,9 @@ from models.adapters.config_fields import ConfigFields
 from models.adapters.faults import AdapterFaultError, shown
 from models.adapters.method import AdapterChanges
 from models.adapters.patterns import PatternMatcher
-from models.adapters.targets import TargetRules, find_value, read_targets
+from models.adapters.targets import TargetRules, check_rank, find_value, read_target_rules
 from models.adapters.tensor_plan import PlannedTensor
+from models.adapters.trained_biases import TrainedBiases, TrainedBiasPlan, read_trained_biases
 from models.adapters.weights import ModelFacts, ModuleDelta, ModuleShape
 
 _IGNORED = (
@@ -35,8 +35,6 @@ _REFUSED = {
     "arrow_config": "Arrow routing",
     "layer_replication": "replication of layers",
     "target_parameters": "LoRA on bare parameters",
-    "trainable_token_indices": "trainable tokens",
-    "modules_to_save": "fully trained modules",
     "megatron_config": "Megatron's parallel layers",
     "use_qalora": "QALoRA",
     "use_bdlora": "block-diagonal LoRA",
@@ -49,14 +47,6 @@ _REFUSED = {
 _HARMLESS_INITS = ("gaussian", "eva", "orthogonal", "mica")
 # They move a part of the base weights into A and B, so that the file fits the changed base only.
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-
-
-class TrainedBiases(enum.StrEnum):
-    """Whose biases a LoRA has trained besides."""
-
-    NONE = "none"
-    ALL = "all"
-    TARGETS = "lora_only"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +130,10 @@ class LoraPlan:
             _plan_target(spec, shape, model.max_rank, matcher)
             for shape in spec.targets.select(model, matcher)
         )
-        self._trained_biases = tuple(self._find_trained_biases())
-        self.tensors = tuple(self._plan_tensors())
+        self._biases = TrainedBiasPlan(
+            spec.trained_biases, [target.shape for target in self._targets], model
+        )
+        self.tensors = (*self._plan_tensors(), *self._biases.tensors)
 
     def build(self, tensors: Mapping[str, Tensor]) -> AdapterChanges:
         """Return what happens to each module.
@@ -149,20 +141,12 @@ class LoraPlan:
         Args:
             tensors: by key, as planned.
         """
-        biases = {
-            shape.name: tensors[f"{shape.name}.bias"].float() - self._model.bias(shape.name)
-            for shape in self._trained_biases
+        deltas = {
+            target.shape.name: self._build_target(target, tensors) for target in self._targets
         }
-        deltas = {}
-        for target in self._targets:
-            name = target.shape.name
-            deltas[name] = self._build_target(target, tensors, biases.pop(name, None))
-        deltas.update((name, ModuleDelta(bias=bias)) for name, bias in biases.items())
-        return AdapterChanges(modules=deltas)
+        return AdapterChanges(modules=self._biases.add_to(deltas, tensors))
 
-    def _build_target(
-        self, target: _Target, tensors: Mapping[str, Tensor], bias: Tensor | None
-    ) -> ModuleDelta:
+    def _build_target(self, target: _Target, tensors: Mapping[str, Tensor]) -> ModuleDelta:
         name = target.shape.name
         lora_a = tensors[target.a_key]
         lora_b = tensors[target.b_key].float() * target.scale
@@ -171,9 +155,9 @@ class LoraPlan:
             changed = torch.addmm(self._model.weight(name), lora_b, lora_a.float())
             norms = torch.linalg.vector_norm(changed, dim=1)
             output_gain = tensors[f"{name}.lora_magnitude_vector"].float() / norms
+        bias = None
         if self._spec.has_output_bias:
-            own_bias = tensors[f"{name}.lora_B.bias"].float() * target.scale
-            bias = own_bias if bias is None else bias + own_bias
+            bias = tensors[f"{name}.lora_B.bias"].float() * target.scale
         return ModuleDelta(
             lora_a=lora_a,
             # The norms of DoRA are those of the table, before the module scales its output.
@@ -181,14 +165,6 @@ class LoraPlan:
             bias=bias,
             output_gain=output_gain,
         )
-
-    def _find_trained_biases(self) -> Iterator[ModuleShape]:
-        if self._spec.trained_biases == TrainedBiases.NONE:
-            return
-        is_targets_only = self._spec.trained_biases == TrainedBiases.TARGETS
-        targets = (target.shape for target in self._targets)
-        shapes = targets if is_targets_only else iter(self._model.modules.values())
-        yield from (shape for shape in shapes if shape.has_bias)
 
     def _plan_tensors(self) -> Iterator[PlannedTensor]:
         for target in self._targets:
@@ -199,8 +175,6 @@ class LoraPlan:
                 yield PlannedTensor(shape.name, "lora_B.bias", (shape.num_outputs,))
             if self._spec.has_magnitudes:
                 yield PlannedTensor(shape.name, "lora_magnitude_vector", (shape.num_outputs,))
-        for shape in self._trained_biases:
-            yield PlannedTensor(shape.name, "bias", (shape.num_outputs,))
 
 
 def _planned(module: ModuleShape, key: str, shape: tuple[int, int]) -> PlannedTensor:
@@ -212,10 +186,7 @@ def _plan_target(
 ) -> _Target:
     rank = find_value(spec.rank_pattern, shape.name, spec.rank, matcher)
     alpha = find_value(spec.alpha_pattern, shape.name, spec.alpha, matcher)
-    if rank > max_rank:
-        raise AdapterFaultError(
-            f"its rank of {rank} at module '{shape.name}' is over the limit of {max_rank}"
-        )
+    check_rank(shape, rank, max_rank)
     if shape.is_embedding and spec.has_output_bias:
         raise AdapterFaultError(f"lora_bias cannot be used on the embedding '{shape.name}'")
     return _Target(shape, rank, spec.scale(rank, alpha))
@@ -231,28 +202,14 @@ def read_lora_spec(fields: ConfigFields) -> LoraSpec:
     fields.refuse(_REFUSED)
     fields.ignore(*_IGNORED)
     fields.flag("fan_in_fan_out")
-    layers = fields.indices("layers_to_transform")
-    layers_patterns = fields.texts("layers_pattern")
-    targets = TargetRules(
-        targets=read_targets(fields),
-        excluded=fields.names_or_pattern("exclude_modules"),
-        layers=layers,
-        layers_patterns=layers_patterns,
-    )
-    if isinstance(targets.targets, str) and (layers or layers_patterns):
-        raise AdapterFaultError(
-            "layers_to_transform and layers_pattern need target_modules as a list"
-        )
-    if layers_patterns and layers is None:
-        raise AdapterFaultError("layers_pattern needs layers_to_transform")
     spec = LoraSpec(
         base_name=fields.text("base_model_name_or_path"),
-        targets=targets,
+        targets=read_target_rules(fields),
         rank=fields.count("r", default=8),
         alpha=fields.number("lora_alpha", default=8),
         rank_pattern=fields.counts("rank_pattern"),
         alpha_pattern=fields.numbers("alpha_pattern"),
-        trained_biases=_trained_biases(fields.text("bias") or "none"),
+        trained_biases=read_trained_biases(fields, "lora"),
         has_output_bias=fields.flag("lora_bias"),
         is_rank_stabilised=fields.flag("use_rslora"),
         has_magnitudes=fields.flag("use_dora"),
@@ -261,15 +218,6 @@ def read_lora_spec(fields: ConfigFields) -> LoraSpec:
     if spec.has_output_bias and spec.has_magnitudes:
         raise AdapterFaultError("lora_bias and use_dora exclude each other")
     return spec
-
-
-def _trained_biases(name: str) -> TrainedBiases:
-    try:
-        return TrainedBiases(name)
-    except ValueError:
-        raise AdapterFaultError(
-            f"its bias must be none, all or lora_only, not '{shown(name)}'"
-        ) from None
 
 
 def _check_init(init: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from models.adapters.patterns import PatternMatcher
 from models.adapters.tensor_plan import PlannedTensor
+from models.adapters.virtual_tokens import VirtualTokens
 from models.adapters.weights import ModelFacts, ModuleDelta
 
 
@@ -22,9 +23,26 @@ class AdapterChanges:
 
     Attributes:
         modules: what happens to each module, by name.
+        virtual_tokens: what stands before every prompt; None is nothing.
+        num_added_tokens: tokens behind the base's vocabulary, whose rows are among ``modules``.
     """
 
     modules: Mapping[str, ModuleDelta]
+    virtual_tokens: VirtualTokens | None = None
+    num_added_tokens: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all parts."""
+        num_bytes = sum(delta.num_bytes for delta in self.modules.values())
+        return num_bytes + (0 if self.virtual_tokens is None else self.virtual_tokens.num_bytes)
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether the base model answers the same."""
+        if self.virtual_tokens is not None:
+            return False
+        return all(delta.changes_nothing for delta in self.modules.values())
 
 
 class MethodPlan(Protocol):

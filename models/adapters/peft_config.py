@@ -10,11 +10,21 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from models.adapters.adapter_plan import AdapterSpec
 from models.adapters.config_fields import ConfigFields
 from models.adapters.faults import AdapterFaultError, shown
 from models.adapters.ia3 import read_ia3_spec
+from models.adapters.loha import read_loha_spec
+from models.adapters.lokr import read_lokr_spec
 from models.adapters.lora import read_lora_spec
 from models.adapters.method import MethodSpec
+from models.adapters.oft import read_oft_spec
+from models.adapters.prefix_tuning import read_prefix_tuning_spec
+from models.adapters.prompt_tuning import read_p_tuning_spec, read_prompt_tuning_spec
+from models.adapters.saved_modules import SavedModules, read_saved_modules
+from models.adapters.trainable_tokens import read_trainable_tokens_spec
+from models.adapters.trained_tokens import TrainedTokens, read_trained_tokens
+from models.adapters.vera import read_vera_spec
 
 MAX_CONFIG_BYTES = 4 << 20
 
@@ -22,11 +32,21 @@ MAX_CONFIG_BYTES = 4 << 20
 _IGNORED = ("auto_mapping", "inference_mode", "peft_version", "revision")
 _METHODS: Mapping[str, Callable[[ConfigFields], MethodSpec]] = {
     "IA3": read_ia3_spec,
+    "LOHA": read_loha_spec,
+    "LOKR": read_lokr_spec,
     "LORA": read_lora_spec,
+    "OFT": read_oft_spec,
+    "PREFIX_TUNING": read_prefix_tuning_spec,
+    "PROMPT_TUNING": read_prompt_tuning_spec,
+    "P_TUNING": read_p_tuning_spec,
+    "TRAINABLE_TOKENS": read_trainable_tokens_spec,
+    "VERA": read_vera_spec,
 }
+# Those that may have modules trained whole besides.
+_SAVE_MODULES = frozenset(("IA3", "LOHA", "LOKR", "LORA", "OFT", "VERA"))
 
 
-def read_peft_config(encoded: bytes) -> MethodSpec:
+def read_peft_config(encoded: bytes) -> AdapterSpec:
     """Read the contents of an ``adapter_config.json``.
 
     Raises:
@@ -44,7 +64,9 @@ def read_peft_config(encoded: bytes) -> MethodSpec:
         raise AdapterFaultError(
             f"the PEFT method '{shown(method)}' is not supported; {', '.join(sorted(_METHODS))} are"
         )
-    return _METHODS[method](fields)
+    saved = read_saved_modules(fields) if method in _SAVE_MODULES else SavedModules()
+    tokens = read_trained_tokens(fields) if method == "LORA" else TrainedTokens()
+    return AdapterSpec(method=_METHODS[method](fields), saved=saved, tokens=tokens)
 
 
 def _parse(encoded: bytes) -> Mapping[str, Any]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+import mmap
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from models.adapters.ledger import AdapterCost, Slot, bucket_rank_for
+from models.adapters.own_tables import OwnTables, cost_bytes
+from models.adapters.virtual_tokens import VirtualTokens
 from models.adapters.weights import AdapterWeights, ModuleDelta, ModuleShape
 
 
@@ -50,13 +54,15 @@ class _VectorSlots:
 class _Bucket:
     """All modules' tensors for the slots of one bucket of ranks."""
 
-    __slots__ = ("lora", "lora_users", "residents", "vectors")
+    __slots__ = ("lora", "lora_users", "rotations", "vectors")
 
     def __init__(self) -> None:
         self.lora: dict[int, LoraSlots] = {}
         self.lora_users: dict[int, set[int]] = {}
         self.vectors: dict[tuple[str, int], _VectorSlots] = {}
-        self.residents: set[int] = set()
+        # By module and slot. Blocks differ in size, so each adapter has its own tensor, which
+        # goes with it.
+        self.rotations: dict[int, dict[int, Tensor]] = {}
 
 
 # Fields of ModuleDelta that hold one number per input or output.
@@ -68,8 +74,8 @@ class AdapterStore:
     """Slots of tensors, per bucket of ranks and module.
 
     Ranks below the bucket's are padded with zeros, which changes no bit of a row's result. Slots
-    that nobody has used yet cost no memory on the CPU: the system gives pages when they are first
-    written.
+    whose tenants do not change a module cost no memory for it on the CPU: the system gives pages
+    when they are first written.
 
     Owner: the step thread.
 
@@ -100,19 +106,25 @@ class AdapterStore:
         self.device = device
         self._num_slots = num_slots
         self._buckets: dict[int, _Bucket] = {}
+        # As the file has them, not in ``dtype``: no products are made of them.
+        self._virtual_tokens: dict[Slot, VirtualTokens] = {}
+        self.own_tables = OwnTables(device)
+        # By module: the slots whose tenants change it.
+        self._changers: dict[int, set[Slot]] = {}
 
     def cost(self, weights: AdapterWeights) -> AdapterCost:
         """Return what an adapter takes in a slot of its bucket."""
         bucket_rank = bucket_rank_for(weights.rank, self.bucket_ranks)
         shapes = {module.name: module for module in self.modules}
-        num_bytes = 0
+        num_bytes = 0 if weights.virtual_tokens is None else weights.virtual_tokens.num_bytes
         for name, delta in weights.modules.items():
             module = shapes[name]
             if delta.lora_a is not None:
                 width = module.num_inputs + module.num_outputs
                 num_bytes += bucket_rank * width * self.dtype.itemsize
-            vectors = (delta.bias, delta.output_gain, delta.input_gain)
+            vectors = (delta.bias, delta.output_gain, delta.input_gain, delta.input_rotation)
             num_bytes += sum(4 * vector.numel() for vector in vectors if vector is not None)
+            num_bytes += cost_bytes(module, delta)
         return AdapterCost(weights.rank, num_bytes)
 
     def write_(self, slot: Slot, weights: AdapterWeights) -> None:
@@ -123,13 +135,44 @@ class AdapterStore:
             weights: of the new tenant; every module it names is one of the store's.
         """
         bucket = self._buckets.setdefault(slot.bucket_rank, _Bucket())
-        bucket.residents.add(slot.index)
+        self._virtual_tokens.pop(slot, None)
+        if weights.virtual_tokens is not None:
+            self._virtual_tokens[slot] = weights.virtual_tokens.to(self.device)
+        self.own_tables.begin_(slot, weights.num_added_tokens)
         for number, module in enumerate(self.modules):
             delta = weights.modules.get(module.name)
+            changers = self._changers.setdefault(number, set())
+            changers.discard(slot) if delta is None else changers.add(slot)
+            self.own_tables.write_(slot, number, module, delta)
             self._write_lora_(bucket, number, slot, delta)
             for field in _VECTORS:
                 value = None if delta is None else getattr(delta, field)
                 self._write_vector_(bucket, field, number, slot.index, value)
+            self._write_rotation_(bucket, number, slot.index, delta)
+
+    def clear_(self, slot: Slot) -> None:
+        """Free what a slot's tenant has for itself; what all slots share is written over later.
+
+        Args:
+            slot: no row uses it before it is written again.
+        """
+        self._virtual_tokens.pop(slot, None)
+        bucket = self._buckets.get(slot.bucket_rank)
+        if bucket is None:
+            return
+        self.own_tables.begin_(slot, 0)
+        for number, module in enumerate(self.modules):
+            self.own_tables.write_(slot, number, module, None)
+            self._write_rotation_(bucket, number, slot.index, None)
+            self._changers.setdefault(number, set()).discard(slot)
+
+    def is_changed(self, module: int) -> bool:
+        """Tell whether the tenant of any slot changes a module."""
+        return bool(self._changers.get(module))
+
+    def virtual_tokens(self, slot: Slot) -> VirtualTokens | None:
+        """Return what stands before every prompt of a slot's tenant; None is nothing."""
+        return self._virtual_tokens.get(slot)
 
     def lora(self, bucket_rank: int, module: int, slots: frozenset[int]) -> LoraSlots | None:
         """Return the pairs of a module, None if none of ``slots`` has one there."""
@@ -146,19 +189,30 @@ class AdapterStore:
             return None
         return found.values, users
 
+    def rotations(self, bucket_rank: int, module: int) -> Mapping[int, Tensor]:
+        """Return the rotations of a module's input, by slot.
+
+        Each is [num_blocks, b, b] float32, or [1, b, b] for all blocks of that size alike.
+        """
+        return self._buckets[bucket_rank].rotations.get(module, {})
+
     def _write_lora_(
         self, bucket: _Bucket, number: int, slot: Slot, delta: ModuleDelta | None
     ) -> None:
         users = bucket.lora_users.setdefault(number, set())
         pair = bucket.lora.get(number)
         if delta is None or delta.lora_a is None or delta.lora_b is None:
-            users.discard(slot.index)
-            if pair is not None:
+            if pair is not None and slot.index in users:
+                users.discard(slot.index)
                 pair.a[slot.index] = 0
                 pair.b[slot.index] = 0
             return
         if pair is None:
-            pair = bucket.lora[number] = self._make_lora(bucket, number, slot.bucket_rank)
+            module = self.modules[number]
+            pair = bucket.lora[number] = LoraSlots(
+                self._zeros(module.num_inputs, slot.bucket_rank),
+                self._zeros(slot.bucket_rank, module.num_outputs),
+            )
         rank = delta.lora_a.shape[0]
         a, b = pair.a[slot.index], pair.b[slot.index]
         if rank < slot.bucket_rank:
@@ -169,19 +223,16 @@ class AdapterStore:
         b.copy_(delta.lora_b.t())
         users.add(slot.index)
 
-    def _make_lora(self, bucket: _Bucket, number: int, bucket_rank: int) -> LoraSlots:
-        module = self.modules[number]
-        pair = LoraSlots(
-            self._empty(module.num_inputs, bucket_rank),
-            self._empty(bucket_rank, module.num_outputs),
-        )
-        for index in bucket.residents:
-            pair.a[index] = 0
-            pair.b[index] = 0
-        return pair
+    def _zeros(self, *shape: int) -> Tensor:
+        """Return zeros [S, ...] for all slots; on the CPU no memory is taken before it is written.
 
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(self._num_slots, *shape, dtype=self.dtype, device=self.device)
+        A table of tokens has megabytes a slot, and most slots' adapters do not change it.
+        """
+        shape = (self._num_slots, *shape)
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        pages = mmap.mmap(-1, math.prod(shape) * self.dtype.itemsize)
+        return torch.frombuffer(pages, dtype=self.dtype).view(shape)
 
     def _write_vector_(
         self, bucket: _Bucket, field: str, number: int, index: int, value: Tensor | None
@@ -193,3 +244,12 @@ class AdapterStore:
             found = _VectorSlots(self._num_slots, value.shape[0], self.device)
             bucket.vectors[field, number] = found
         found.write_(index, value)
+
+    def _write_rotation_(
+        self, bucket: _Bucket, number: int, index: int, delta: ModuleDelta | None
+    ) -> None:
+        by_slot = bucket.rotations.get(number, {})
+        by_slot.pop(index, None)
+        if delta is not None and delta.input_rotation is not None:
+            rotation = delta.input_rotation.to(self.device, copy=True)
+            bucket.rotations.setdefault(number, by_slot)[index] = rotation

@@ -103,6 +103,70 @@ def read_targets(fields: ConfigFields) -> frozenset[str] | str:
     return targets
 
 
+def read_target_rules(fields: ConfigFields) -> TargetRules:
+    """Take all options that choose modules and layers.
+
+    Raises:
+        AdapterFaultError: one is wrong, or they do not go together.
+    """
+    layers = fields.indices("layers_to_transform")
+    layers_patterns = fields.texts("layers_pattern")
+    rules = TargetRules(
+        targets=read_targets(fields),
+        excluded=fields.names_or_pattern("exclude_modules"),
+        layers=layers,
+        layers_patterns=layers_patterns,
+    )
+    if isinstance(rules.targets, str) and (layers or layers_patterns):
+        raise AdapterFaultError(
+            "layers_to_transform and layers_pattern need target_modules as a list"
+        )
+    if layers_patterns and layers is None:
+        raise AdapterFaultError("layers_pattern needs layers_to_transform")
+    return rules
+
+
+def check_rank(shape: ModuleShape, rank: int, max_rank: int, *, source: str = "") -> None:
+    """Check the rank of what a module gets.
+
+    Args:
+        shape: the module.
+        rank: of the product.
+        max_rank: the largest that is served.
+        source: what it comes from, for people, where the configuration does not name it.
+
+    Raises:
+        AdapterFaultError: it is over the limit.
+    """
+    if rank > max_rank:
+        reason = f" (from {source})" if source else ""
+        raise AdapterFaultError(
+            f"its rank of {rank}{reason} at module '{shape.name}' is over the limit of {max_rank}"
+        )
+
+
+def check_supported(
+    shapes: Iterable[ModuleShape], method: str, *, is_conv1d_supported: bool
+) -> None:
+    """Check that targets are linear layers, for methods that PEFT has for these only.
+
+    Args:
+        shapes: the targets.
+        method: its name, for people.
+        is_conv1d_supported: whether the transposed layers of GPT-2 will do.
+
+    Raises:
+        AdapterFaultError: one is something else.
+    """
+    for shape in shapes:
+        if shape.is_embedding:
+            raise AdapterFaultError(f"{method} cannot change the embedding '{shape.name}'")
+        if shape.is_transposed and not is_conv1d_supported:
+            raise AdapterFaultError(
+                f"{method} cannot change '{shape.name}': PEFT has no {method} for its kind (Conv1D)"
+            )
+
+
 def names_module(names: frozenset[str] | str, module: str, matcher: PatternMatcher) -> bool:
     """Tell whether a list of names or a pattern means a module.
 
@@ -145,8 +209,8 @@ def _ends(name: str) -> Iterable[str]:
     return (".".join(parts[start:]) for start in range(1, len(parts)))
 
 
-def describe_unmatched(names: tuple[str, ...]) -> str:
-    """Return the warning that some listed targets mean nothing here."""
+def describe_unmatched(names: tuple[str, ...], *, option: str) -> str:
+    """Return the warning that some names in the list of an option mean nothing here."""
     listed = ", ".join(f"'{shown(name)}'" for name in names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"target_modules lists what this model does not have: {listed}{more}"
+    return f"{option} lists what this model does not have: {listed}{more}"

@@ -7,7 +7,7 @@ dropped in silence answers almost like the base model.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from models.adapters.faults import AdapterFaultError, shown, shown_shape
 from models.adapters.tensor_file import StoredTensor
@@ -15,7 +15,11 @@ from models.adapters.weights import ModelFacts
 
 _PREFIX = "base_model.model."
 # PEFT writes what is the base's own either with the wrapper's name before it or without.
-_WRAPPED_PARTS = {f".base_layer.{part}": f".{part}" for part in ("bias", "weight")}
+_WRAPPED_PARTS = {
+    ".token_adapter.base_layer.weight": ".weight",
+    ".base_layer.bias": ".bias",
+    ".base_layer.weight": ".weight",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,7 +27,8 @@ class PlannedTensor:
     """A tensor that belongs to an adapter.
 
     Attributes:
-        module: the module that it changes.
+        module: the module that it changes; "" for one of the adapter as a whole, whose ``part`` is
+            all of its name in the file.
         part: its name inside of the module, such as "lora_A.weight".
         shape: what it must be.
         is_optional: it need not be in the file.
@@ -37,7 +42,7 @@ class PlannedTensor:
     @property
     def key(self) -> str:
         """The name under which plans and builders know it."""
-        return f"{self.module}.{self.part}"
+        return f"{self.module}.{self.part}" if self.module else self.part
 
 
 def match_tensors(
@@ -51,7 +56,7 @@ def match_tensors(
     if not stored:
         raise AdapterFaultError("its file holds no tensors")
     plan = {tensor.key: tensor for tensor in planned}
-    names = _names_by_key(stored)
+    names = _names_by_key(stored, {key for key, tensor in plan.items() if not tensor.module})
     # Shapes first: files for another base model differ in all three ways, and this one tells it.
     for key, name in names.items():
         if key in plan and stored[name].shape != plan[key].shape:
@@ -69,15 +74,19 @@ def match_tensors(
     return names
 
 
-def _names_by_key(stored: Mapping[str, StoredTensor]) -> dict[str, str]:
+def _names_by_key(stored: Mapping[str, StoredTensor], bare: Set[str]) -> dict[str, str]:
     names: dict[str, str] = {}
     for name in stored:
+        if name in bare:
+            names[name] = name
+            continue
         if not name.startswith(_PREFIX):
             raise AdapterFaultError(f"the tensor '{shown(name)}' is not named as PEFT names them")
         key = name.removeprefix(_PREFIX)
         for wrapped, plain in _WRAPPED_PARTS.items():
             if key.endswith(wrapped):
                 key = key.removesuffix(wrapped) + plain
+                break
         if key in names:
             raise AdapterFaultError(f"the tensor '{shown(key)}' is there under two names")
         names[key] = name
@@ -85,8 +94,9 @@ def _names_by_key(stored: Mapping[str, StoredTensor]) -> dict[str, str]:
 
 
 def _explain_shape(wanted: PlannedTensor, stored: StoredTensor) -> str:
+    owner = f"module '{shown(wanted.module)}': " if wanted.module else ""
     return (
-        f"module '{shown(wanted.module)}': {wanted.part} is {shown_shape(stored.shape)}, but this "
+        f"{owner}{wanted.part} is {shown_shape(stored.shape)}, but this "
         f"model and the adapter's configuration need {shown_shape(wanted.shape)}"
     )
 

@@ -5,28 +5,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from models.adapters.catalogue import AdapterCatalogue
 from models.adapters.host_tier import HostState
 from models.adapters.ids import check_adapter_id
 from models.adapters.lease import Lease
-from models.adapters.source import AdapterSource
+from models.adapters.meter import AdapterMeter, AdapterTotals
+from models.adapters.source_chain import ClosableSource
 from models.adapters.weights import AdapterWeights
 from models.engine.adapter_uses import AdapterUses
 from models.errors import AdapterNotFoundError
-from models.requests import AdapterRef
+from models.requests import AdapterRef, GenerationEvent, TokenDelta
 
 PostCall = Callable[[Callable[[AdapterUses], None]], None]
-
-
-class ClosableSource(AdapterSource, Protocol):
-    """A source that has threads to end."""
-
-    def close(self) -> None:
-        """End them. Idempotent."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +59,8 @@ class AdapterDesk:
         source: ClosableSource | None,
         catalogue: AdapterCatalogue[AdapterWeights] | None,
         clock: Callable[[], float] = time.monotonic,
+        meter: AdapterMeter | None = None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """Wire a desk.
 
@@ -73,7 +68,11 @@ class AdapterDesk:
             source: where adapters come from; None if there are none.
             catalogue: over ``source``; None exactly if that is.
             clock: seconds; the catalogue's.
+            meter: the catalogue's; None counts for nobody.
+            on_close: ends what else there is.
         """
+        self._on_close = on_close
+        self._meter = meter or AdapterMeter(0)
         self._source = source
         self._catalogue = catalogue
         self._clock = clock
@@ -100,7 +99,24 @@ class AdapterDesk:
             AdapterLoadFailedError, AdapterSlotTimeoutError, DrainingError: see
                 ``AdapterCatalogue.resolve``.
         """
-        return await self._catalogue_of(adapter_id).resolve(adapter_id)
+        lease = await self._catalogue_of(adapter_id).resolve(adapter_id)
+        self._meter.count_request(adapter_id)
+        return lease
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of adapters in host memory."""
+        return 0 if self._catalogue is None else self._catalogue.stats.used_bytes
+
+    def totals(self) -> Mapping[str, AdapterTotals]:
+        """Return what adapters were used for; see ``AdapterMeter.totals``."""
+        return self._meter.totals()
+
+    def count_tokens(self, adapter_id: str, events: Sequence[GenerationEvent]) -> None:
+        """Take note of tokens that an answer is made of."""
+        num_tokens = sum(len(event.token_ids) for event in events if isinstance(event, TokenDelta))
+        if num_tokens:
+            self._meter.count_tokens(adapter_id, num_tokens)
 
     async def list_ids(self) -> tuple[str, ...]:
         """Return the ids of the adapters that there are, sorted, up to the source's limit."""
@@ -161,6 +177,7 @@ class AdapterDesk:
             self._source.close()
         if self._catalogue is not None:
             self._catalogue.close()
+        self._on_close()
 
     def _catalogue_of(self, adapter_id: str) -> AdapterCatalogue[AdapterWeights]:
         if self._catalogue is None:

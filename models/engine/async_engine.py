@@ -15,12 +15,13 @@ from models.adapters.lease import Lease
 from models.adapters.weights import AdapterWeights
 from models.engine.adapter_desk import AdapterDesk
 from models.engine.engine import Engine
-from models.engine.intake import PreparedRequest, TextFront
+from models.engine.intake import PreparedRequest
 from models.engine.stats import EngineStats
 from models.engine.step_loop import StepLoop
 from models.engine.stream import EventStream, GatherPolicy
 from models.errors import DeadlineExceededError, QueueFullError
 from models.requests import GenerationEvent, GenerationRequest
+from models.text_front import TextFront
 
 _logger = logging.getLogger(__name__)
 
@@ -87,6 +88,10 @@ class AsyncEngine:
         self._tokenizers = ThreadPoolExecutor(
             self._config.num_tokenizer_threads, thread_name_prefix="medley-tokenize"
         )
+        # What an adapter brings may take long, and holds nobody but adapters of its kind.
+        self._own_tokenizers = ThreadPoolExecutor(
+            self._config.num_tokenizer_threads, thread_name_prefix="medley-tokenize-own"
+        )
 
     @property
     def num_streams(self) -> int:
@@ -121,13 +126,20 @@ class AsyncEngine:
         return self._adapters
 
     async def generate(
-        self, request: GenerationRequest
+        self,
+        request: GenerationRequest,
+        *,
+        tell_text: Callable[[TextFront], None] = lambda _: None,
     ) -> AsyncGenerator[list[GenerationEvent], None]:
         """Yield the events of a request in gathered lists (see ``GatherPolicy``).
 
         The first list holds the admission alone, the last one ends with a GenerationEnd.
         Leaving early (``aclose``, cancellation) aborts the request: its blocks are free before
         the next step.
+
+        Args:
+            request: what is asked.
+            tell_text: told, before the first list, what spells the request's tokens.
 
         Raises:
             RequestError: the request cannot be served as it is, or its time is over; its adapter
@@ -157,14 +169,18 @@ class AsyncEngine:
                     if request.adapter_id is not None:
                         lease = await self._adapters.lease(request.adapter_id)
                         request = dataclasses.replace(request, adapter=lease.ref)
-                    prepared = await self._prepare(request, arrival_s)
-                weights = None if lease is None else lease.weights
+                    weights = None if lease is None else lease.weights
+                    prepared = await self._prepare(request, arrival_s, weights)
+                tell_text(self._text_of(weights))
                 self._steps.post_add(prepared, stream, weights)
                 is_posted = True
                 admission = await stream.next_batch()
             yield admission
             while not stream.is_exhausted:
-                yield await stream.next_batch()
+                events = await stream.next_batch()
+                if lease is not None:
+                    self._adapters.count_tokens(lease.ref.id, events)
+                yield events
         finally:
             if is_posted and not stream.is_ended:
                 self._steps.post_abort(stream)
@@ -187,6 +203,7 @@ class AsyncEngine:
         if not await asyncio.to_thread(self._steps.join, patience_s):
             _logger.error("the step thread did not end within %.0f s", patience_s)
         self._tokenizers.shutdown(wait=False)
+        self._own_tokenizers.shutdown(wait=False)
         await asyncio.to_thread(self._adapters.close)
 
     @contextlib.contextmanager
@@ -199,18 +216,28 @@ class AsyncEngine:
         finally:
             self._places.release()
 
-    async def _prepare(self, request: GenerationRequest, arrival_s: float) -> PreparedRequest:
+    async def _prepare(
+        self, request: GenerationRequest, arrival_s: float, adapter: AdapterWeights | None
+    ) -> PreparedRequest:
         """Tokenise and check off the event loop."""
         loop = asyncio.get_running_loop()
+        has_own_text = adapter is not None and adapter.text is not None
         return await loop.run_in_executor(
-            self._tokenizers, self._tokenize_and_prepare, request, arrival_s
+            self._own_tokenizers if has_own_text else self._tokenizers,
+            self._tokenize_and_prepare,
+            request,
+            arrival_s,
+            adapter,
         )
 
+    def _text_of(self, adapter: AdapterWeights | None) -> TextFront:
+        return self._text if adapter is None or adapter.text is None else adapter.text
+
     def _tokenize_and_prepare(
-        self, request: GenerationRequest, arrival_s: float
+        self, request: GenerationRequest, arrival_s: float, adapter: AdapterWeights | None
     ) -> PreparedRequest:
-        prompt_token_ids = self._text.encode(request.prompt)
-        return self._engine.prepare(request, prompt_token_ids, arrival_s)
+        prompt_token_ids = self._text_of(adapter).encode(request.prompt)
+        return self._engine.prepare(request, prompt_token_ids, arrival_s, adapter)
 
 
 @contextlib.asynccontextmanager

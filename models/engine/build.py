@@ -10,14 +10,16 @@ from pathlib import Path
 
 import torch
 
-from models.attention.backend import attach
-from models.attention.matmul import MatmulAttention
+from models.adapters.trained_tokens import MAX_NUM_ADDED_TOKENS
+from models.attention.backend import AttentionBackend
+from models.attention.choice import choose_attention
 from models.config import EngineConfig, ModelConfig
 from models.engine.adapter_build import AdapterParts, build_adapter_desk, build_adapter_parts
 from models.engine.adapter_uses import AdapterUses
 from models.engine.async_engine import AsyncEngine
+from models.engine.attention_build import build_attention
 from models.engine.engine import Engine
-from models.engine.intake import EngineLimits, TextFront
+from models.engine.intake import EngineLimits
 from models.errors import ConfigError
 from models.kv_cache.ledger import BlockManager
 from models.kv_cache.store import KVCachePlan, KVCachePool, plan_kv_cache
@@ -33,9 +35,10 @@ from models.runner.model_runner import ModelRunner
 from models.runner.output_head import make_logits_float32
 from models.runner.packed_forward import PackedForward
 from models.runner.row_stability import RowPolicy, make_row_independent
-from models.runner.self_check import check_model
 from models.scheduling.scheduler import Scheduler
+from models.text.adapter_text import AdapterTexts
 from models.text.tokenizer import Text
+from models.text_front import TextFront
 from sampling.errors import InvalidSamplingParamsError
 from sampling.processors import LogitsProcessor, load_processor
 from sampling.sampler import Sampler
@@ -53,6 +56,7 @@ class EngineParts:
         blocks: its ledger.
         kv_plan: size of the KV pool.
         row_policy: how products are kept row-independent.
+        attention_backend: what attends, one of ATTENTION_BACKENDS.
         self_check_error: relative error of logits that the self-check found.
         adapters: what serves adapters, None if the configuration has none.
     """
@@ -62,6 +66,7 @@ class EngineParts:
     blocks: BlockManager
     kv_plan: KVCachePlan
     row_policy: RowPolicy
+    attention_backend: str
     self_check_error: float
     adapters: AdapterParts | None
 
@@ -101,10 +106,13 @@ def build_engine(config: EngineConfig, *, cache_folder: Path, progress: Progress
     parts = assemble(loaded, text, config, processors=processors)
     progress(
         f"KV cache: {parts.kv_plan.num_blocks} blocks of {parts.kv_plan.block_size_tokens} tokens, "
-        f"{parts.kv_plan.num_tokens} tokens in all, {parts.kv_plan.total_bytes / 2**20:.0f} MiB"
+        f"{parts.kv_plan.num_tokens} tokens in all, {parts.kv_plan.total_bytes / 2**20:.0f} MiB; "
+        f"attention by {parts.attention_backend}"
     )
     modules = parts.adapters.modules if parts.adapters is not None else ()
-    desk = build_adapter_desk(loaded, modules, config.adapters, config.model)
+    desk = build_adapter_desk(
+        loaded, modules, config.adapters, config.model, cache_folder, texts=AdapterTexts(text)
+    )
     return AsyncEngine(parts.engine, text, adapters=desk)
 
 
@@ -129,18 +137,45 @@ def assemble(
         ConfigError: the KV budget is too small, or the self-check fails.
     """
     max_rows = config.scheduler.max_num_batched_tokens
-    policy = make_row_independent(loaded.model, dtype=loaded.dtype, max_rows=max_rows)
-    make_logits_float32(loaded.model, dtype=loaded.dtype, max_rows=max_rows)
-    plan = plan_kv_cache(config.kv_cache, loaded.layers, loaded.dtype)
+    policy = make_row_independent(
+        loaded.model,
+        dtype=loaded.dtype,
+        max_rows=max_rows,
+        is_batch_invariant=config.model.is_batch_invariant,
+    )
+    head_rows = policy.multiple if policy.is_fixed else max_rows
+    make_logits_float32(loaded.model, dtype=loaded.dtype, max_rows=head_rows)
+    choice = choose_attention(
+        config.model.attention_backend, loaded.model, loaded.layers, loaded.dtype
+    )
+    block_size = choice.block_size_tokens(config.kv_cache.block_size_tokens)
+    kv_config = dataclasses.replace(config.kv_cache, block_size_tokens=block_size)
+    plan = plan_kv_cache(kv_config, loaded.layers, loaded.dtype)
     pool = _allocate(plan, loaded)
-    backend = MatmulAttention(pool, product_dtype(loaded.dtype, loaded.model.device))
-    attach(loaded.model, backend)
     adapters = build_adapter_parts(loaded, config.adapters)
     layers = adapters.layers if adapters is not None else None
-    forward = PackedForward(loaded.model, pool, backend, policy, layers)
-    error = check_model(loaded.model, forward, pool, name=config.model.model_id)
-    sampler = Sampler(loaded.vocabulary_size, text.eos_token_ids, processors)
-    runner = ModelRunner(forward, sampler, adapters.store if adapters is not None else None)
+    virtual_rows = adapters.virtual_rows if adapters is not None else None
+
+    def make_forward(backend: AttentionBackend) -> PackedForward:
+        return PackedForward(loaded.model, pool, backend, policy, layers, virtual_rows)
+
+    attention = build_attention(
+        loaded,
+        pool,
+        choice,
+        make_forward,
+        is_fixed=policy.is_fixed,
+        model_id=config.model.model_id,
+    )
+    sampler = Sampler(
+        # Requests are checked against their adapter's vocabulary before.
+        loaded.vocabulary_size + MAX_NUM_ADDED_TOKENS,
+        frozenset(each for each in text.eos_token_ids if each < loaded.vocabulary_size),
+        processors,
+    )
+    runner = ModelRunner(
+        attention.forward, sampler, adapters.store if adapters is not None else None
+    )
     seats, uses = None, None
     if adapters is not None:
         seats = adapters.seats
@@ -162,7 +197,7 @@ def assemble(
         text,
         EngineLimits(
             model_id=config.model.model_id,
-            numerics=describe_numerics(loaded, policy),
+            numerics=describe_numerics(loaded, policy, attention.name),
             vocabulary_size=loaded.vocabulary_size,
             max_model_len_tokens=loaded.max_model_len_tokens,
             default_max_tokens=config.default_max_tokens,
@@ -172,7 +207,16 @@ def assemble(
         clock,
         uses,
     )
-    return EngineParts(engine, runner, blocks, plan, policy, error, adapters)
+    return EngineParts(
+        engine,
+        runner,
+        blocks,
+        plan,
+        policy,
+        attention.name,
+        attention.self_check_error,
+        adapters,
+    )
 
 
 def available_memory_bytes(device: str) -> int:
@@ -242,7 +286,7 @@ def plan_num_scored_positions(budget_bytes: int, vocabulary_size: int) -> int:
     return max(budget_bytes // (4 * vocabulary_size), 1)
 
 
-def describe_numerics(loaded: LoadedModel, policy: RowPolicy) -> str:
+def describe_numerics(loaded: LoadedModel, policy: RowPolicy, attention_backend: str) -> str:
     """Name the arithmetic: replicas with equal names give equal results bit for bit."""
     device = loaded.model.device
     if device.type == "cpu":
@@ -252,5 +296,7 @@ def describe_numerics(loaded: LoadedModel, policy: RowPolicy) -> str:
         )
     else:
         hardware = torch.cuda.get_device_name(device).replace(" ", "-")
+        if policy.is_fixed:
+            hardware += f"-rows{policy.multiple}"
     dtype = str(loaded.dtype).removeprefix("torch.")
-    return f"torch-{torch.__version__.split('+')[0]}/{hardware}/{dtype}"
+    return f"torch-{torch.__version__.split('+')[0]}/{hardware}/{attention_backend}/{dtype}"

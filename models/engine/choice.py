@@ -6,24 +6,12 @@ Holds no KV, no tensors, and does not know when a step runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from models.errors import InvalidRequestError
 from models.requests import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
+from models.text_front import Detokenizer
 from sampling.params import SamplingParams
 from sampling.stopping import StopChecker, StopReason, StopStringMatcher, StopVerdict
-
-
-class Detokenizer(Protocol):
-    """What a choice needs of ``models.text.detokenizer.IncrementalDetokenizer``."""
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these tokens complete."""
-        ...
-
-    def flush(self) -> str:
-        """Return what is left at the end."""
-        ...
 
 
 class ChoiceOutput:

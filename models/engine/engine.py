@@ -17,7 +17,6 @@ from models.engine.intake import (
     Intake,
     PreparedChoice,
     PreparedRequest,
-    TextFront,
 )
 from models.engine.open_request import OpenChoice, OpenRequest
 from models.engine.stats import EngineStats
@@ -38,8 +37,9 @@ from models.requests import (
     TokenDelta,
 )
 from models.scheduling.scheduler import Scheduler
-from models.scheduling.sequence import Sequence
+from models.scheduling.sequence import Sequence, with_virtual_tokens
 from models.scheduling.step_plan import SampledToken, ScoredTokens, StepPlan, StepResult
+from models.text_front import TextFront
 
 _logger = logging.getLogger(__name__)
 
@@ -139,7 +139,11 @@ class Engine:
         self._intake.check_fields(request)
 
     def prepare(
-        self, request: GenerationRequest, prompt_token_ids: tuple[int, ...], arrival_s: float
+        self,
+        request: GenerationRequest,
+        prompt_token_ids: tuple[int, ...],
+        arrival_s: float,
+        adapter: AdapterWeights | None = None,
     ) -> PreparedRequest:
         """Check a request and do whatever need not be done on the step thread.
 
@@ -147,11 +151,12 @@ class Engine:
             request: what was asked.
             prompt_token_ids: its prompt as tokens.
             arrival_s: time of arrival by the engine's clock.
+            adapter: weights of ``request.adapter``.
 
         Raises:
             RequestError, InvalidSamplingParamsError: see ``Intake.prepare``.
         """
-        return self._intake.prepare(request, prompt_token_ids, arrival_s)
+        return self._intake.prepare(request, prompt_token_ids, arrival_s, adapter)
 
     def add(self, request: GenerationRequest, prompt_token_ids: tuple[int, ...]) -> Admission:
         """Prepare and admit a request that arrives now.
@@ -187,7 +192,10 @@ class Engine:
             cost = self._adapters.check_cost(adapter)
         # Whoever wants log probabilities of the prompt computes all of it.
         readable = prepared.prompt_token_ids if request.num_prompt_logprobs is None else ()
-        num_cached_tokens = self._blocks.match_prefix(prepared.namespace, readable)
+        num_virtual_tokens = prepared.num_virtual_tokens
+        num_reusable = self._blocks.match_prefix(
+            prepared.namespace, with_virtual_tokens(num_virtual_tokens, readable)
+        )
         sequences = {
             choice.output.choice: self._new_sequence(prepared, choice, cost)
             for choice in prepared.choices_to_run
@@ -205,7 +213,7 @@ class Engine:
             adapter_version=None if request.adapter is None else request.adapter.version,
             numerics=self._limits.numerics,
             num_prompt_tokens=len(prepared.prompt_token_ids),
-            num_cached_tokens=num_cached_tokens,
+            num_cached_tokens=max(num_reusable - num_virtual_tokens, 0),
             prompt_token_ids=prepared.prompt_token_ids if request.is_prompt_reported else (),
         )
 
@@ -308,6 +316,7 @@ class Engine:
             # The first choice tells what holds for all.
             num_prompt_logprobs=request.num_prompt_logprobs if choice.output.choice == 0 else None,
             adapter_cost=cost,
+            num_virtual_tokens=prepared.num_virtual_tokens,
         )
 
     def _open(self, prepared: PreparedRequest, sequences: dict[int, Sequence]) -> None:

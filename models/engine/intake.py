@@ -7,41 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Protocol
 
+from models.adapters.weights import AdapterWeights
 from models.config import AdapterConfig
-from models.engine.choice import ChoiceOutput, Detokenizer
+from models.engine.choice import ChoiceOutput
 from models.errors import (
     ContextLengthExceededError,
     InvalidRequestError,
     PromptTooLongError,
 )
-from models.requests import GenerationRequest, PrefixNamespace, Prompt, TokenDelta
+from models.requests import GenerationRequest, PrefixNamespace, TokenDelta
+from models.text_front import TextFront
 from sampling.params import MAX_TOP_LOGPROBS, SamplingParams, derive_seed
-
-
-class TextFront(Protocol):
-    """What an engine needs of ``models.text.tokenizer.Text``."""
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a sequence."""
-        ...
-
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the token ids of a prompt."""
-        ...
-
-    def detokenizer(
-        self, *, is_special_token_skipped: bool = True, context_token_ids: Sequence[int] = ()
-    ) -> Detokenizer:
-        """Return a detokenizer for text that follows the context."""
-        ...
-
-    def token_text(self, token_id: int) -> tuple[str, bytes]:
-        """Return one token's own text and its bytes."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +28,8 @@ class EngineLimits:
     Attributes:
         model_id: the base model; roots the prefix chains.
         numerics: names the arithmetic; goes into every admission.
-        vocabulary_size: token ids of requests lie in [0, vocabulary_size).
+        vocabulary_size: token ids of requests lie in [0, vocabulary_size); tokens that a request's
+            adapter has added follow.
         max_model_len_tokens: the model's window: most tokens of prompt and output together.
         default_max_tokens: new tokens when a request names no limit.
         max_num_choices: most choices of one request.
@@ -95,6 +73,7 @@ class PreparedRequest:
         namespace: root of the prompt's prefix chain.
         choices: one per choice.
         arrival_s: the engine clock's time of arrival; ``timeout_s`` counts from it.
+        num_virtual_tokens: positions before the prompt that its adapter's virtual tokens take.
     """
 
     request: GenerationRequest
@@ -103,6 +82,7 @@ class PreparedRequest:
     namespace: PrefixNamespace
     choices: tuple[PreparedChoice, ...]
     arrival_s: float
+    num_virtual_tokens: int = 0
 
     @property
     def deadline_s(self) -> float:
@@ -161,7 +141,11 @@ class Intake:
             )
 
     def prepare(
-        self, request: GenerationRequest, prompt_token_ids: tuple[int, ...], arrival_s: float
+        self,
+        request: GenerationRequest,
+        prompt_token_ids: tuple[int, ...],
+        arrival_s: float,
+        adapter: AdapterWeights | None = None,
     ) -> PreparedRequest:
         """Check a request and build what its choices need.
 
@@ -169,6 +153,8 @@ class Intake:
             request: what was asked.
             prompt_token_ids: its prompt as tokens.
             arrival_s: time of arrival by the engine's clock.
+            adapter: weights of ``request.adapter``; its virtual tokens take room in the window,
+                and its own text, if it has one, spells the answer.
 
         Raises:
             InvalidRequestError: the number of choices, a token id, ``max_tokens`` or the emitted
@@ -180,22 +166,26 @@ class Intake:
                 or the prompt does not fit by itself if no token is asked for.
         """
         self.check_fields(request)
-        self._check_token_ids("prompt", prompt_token_ids)
-        request.sampling.check_vocabulary(self._limits.vocabulary_size)
-        params = dataclasses.replace(
-            request.sampling, max_tokens=self._max_tokens(request, len(prompt_token_ids))
-        )
-        self._check_emitted(request, params.max_tokens)
+        num_tokens = self._limits.vocabulary_size
+        num_tokens += 0 if adapter is None else adapter.num_added_tokens
+        _check_token_ids("prompt", prompt_token_ids, num_tokens)
+        request.sampling.check_vocabulary(num_tokens)
+        num_virtual_tokens = 0 if adapter is None else adapter.num_virtual_tokens
+        max_tokens = self._max_tokens(request, len(prompt_token_ids), num_virtual_tokens)
+        params = dataclasses.replace(request.sampling, max_tokens=max_tokens)
+        self._check_emitted(request, params.max_tokens, num_tokens)
+        text = self._text if adapter is None or adapter.text is None else adapter.text
         return PreparedRequest(
             request,
             prompt_token_ids,
-            params,
+            self._hold_back(text, params, num_tokens),
             PrefixNamespace(self._limits.model_id, request.adapter, request.cache_salt),
             tuple(
-                self._prepare_choice(choice, request, params, prompt_token_ids)
+                self._prepare_choice(choice, request, params, prompt_token_ids, text)
                 for choice in range(request.num_choices)
             ),
             arrival_s,
+            num_virtual_tokens,
         )
 
     def _prepare_choice(
@@ -204,44 +194,55 @@ class Intake:
         request: GenerationRequest,
         params: SamplingParams,
         prompt_token_ids: tuple[int, ...],
+        text: TextFront,
     ) -> PreparedChoice:
-        detokenizer = self._text.detokenizer(
+        detokenizer = text.detokenizer(
             is_special_token_skipped=request.is_special_token_skipped,
             context_token_ids=prompt_token_ids,
         )
-        output = ChoiceOutput(choice, request, params, self._text.eos_token_ids, detokenizer)
+        output = ChoiceOutput(choice, request, params, text.eos_token_ids, detokenizer)
         emitted = request.emitted_token_ids[choice] if request.emitted_token_ids else ()
         end = output.replay(emitted)
         return PreparedChoice(derive_seed(request.seed, choice), output, emitted, end)
 
-    def _max_tokens(self, request: GenerationRequest, num_prompt_tokens: int) -> int:
+    def _hold_back(
+        self, text: TextFront, params: SamplingParams, num_tokens: int
+    ) -> SamplingParams:
+        """Return what a row is drawn with: ``min_tokens`` holds an adapter's own EOS back too.
+
+        The sampler knows the base model's only; to it the others are stop tokens. What they end
+        is for ``ChoiceOutput`` to say.
+        """
+        further = text.eos_token_ids - self._text.eos_token_ids
+        own = sorted(token_id for token_id in further if token_id < num_tokens)
+        if not own or not params.min_tokens or params.ignore_eos:
+            return params
+        return dataclasses.replace(params, stop_token_ids=(*params.stop_token_ids, *own))
+
+    def _max_tokens(
+        self, request: GenerationRequest, num_prompt_tokens: int, num_virtual_tokens: int
+    ) -> int:
         """Return the number of new tokens that is in force for each choice."""
         limit = self._max_sequence_len_tokens
+        room = limit - num_virtual_tokens - num_prompt_tokens
         if request.is_max_tokens_explicit and request.sampling.max_tokens == 0:
             if request.num_prompt_logprobs is None and not request.is_prompt_reported:
                 raise InvalidRequestError("max_tokens", "must be at least 1")
-            if num_prompt_tokens > limit:
-                raise ContextLengthExceededError(num_prompt_tokens, 0, limit)
+            if room < 0:
+                raise ContextLengthExceededError(num_prompt_tokens, 0, limit, num_virtual_tokens)
             return 0
-        if num_prompt_tokens >= limit:
-            raise PromptTooLongError(num_prompt_tokens, limit)
-        room = limit - num_prompt_tokens
+        if room <= 0:
+            raise PromptTooLongError(num_prompt_tokens, limit, num_virtual_tokens)
         if not request.is_max_tokens_explicit:
             return min(self._limits.default_max_tokens, room)
         max_tokens = request.sampling.max_tokens
         if max_tokens > room:
-            raise ContextLengthExceededError(num_prompt_tokens, max_tokens, limit)
+            raise ContextLengthExceededError(
+                num_prompt_tokens, max_tokens, limit, num_virtual_tokens
+            )
         return max_tokens
 
-    def _check_token_ids(self, param: str, token_ids: tuple[int, ...]) -> None:
-        size = self._limits.vocabulary_size
-        if not token_ids:
-            raise InvalidRequestError(param, "must have at least one token")
-        for token_id in (min(token_ids), max(token_ids)):
-            if not 0 <= token_id < size:
-                raise InvalidRequestError(param, f"token id {token_id} is not in [0, {size})")
-
-    def _check_emitted(self, request: GenerationRequest, max_tokens: int) -> None:
+    def _check_emitted(self, request: GenerationRequest, max_tokens: int, num_tokens: int) -> None:
         param = "emitted_token_ids"
         if len(request.emitted_token_ids) not in (0, request.num_choices):
             raise InvalidRequestError(
@@ -250,8 +251,16 @@ class Intake:
             )
         for token_ids in request.emitted_token_ids:
             if token_ids:
-                self._check_token_ids(param, token_ids)
+                _check_token_ids(param, token_ids, num_tokens)
             if len(token_ids) > max_tokens:
                 raise InvalidRequestError(
                     param, f"{len(token_ids)} tokens are more than max_tokens ({max_tokens})"
                 )
+
+
+def _check_token_ids(param: str, token_ids: tuple[int, ...], num_tokens: int) -> None:
+    if not token_ids:
+        raise InvalidRequestError(param, "must have at least one token")
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < num_tokens:
+            raise InvalidRequestError(param, f"token id {token_id} is not in [0, {num_tokens})")

@@ -8,11 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from models.adapters.store import BIAS, INPUT_GAIN, OUTPUT_GAIN, AdapterStore, LoraSlots
-from models.adapters.weights import ModuleShape
-from models.attention.backend import own_attention
 from models.runner.adapter_layout import (
     GROUP_MULTIPLE_ROWS,
     AdapterLayout,
@@ -20,9 +17,10 @@ from models.runner.adapter_layout import (
     RowRange,
     SlotRows,
 )
-from models.runner.row_stability import LINEAR_CLASSES
+from models.runner.added_tokens import AddedTokens
+from models.runner.input_rotation import InputRotator
+from models.runner.table_rows import TableRows
 
-_PROBE_TOKENS = 3
 # What changes no bit of any number when it is added; 0.0 would turn -0.0 into 0.0.
 _NOTHING = -0.0
 # Rows of the smallest groups, where that gives the same bits as GROUP_MULTIPLE_ROWS: a decode with
@@ -34,10 +32,13 @@ _NUM_COMPARED_GROUPS = 16
 class AdapterLayers:
     """Hooks on every module that an adapter may change.
 
-    A row x of an adapter gets ``(W(x * input_gain) + x A B) * output_gain + base_bias + bias``,
+    A row x of an adapter gets ``(W(x R * input_gain) + x A B) * output_gain + base_bias + bias``,
     a row of the base model exactly what it gets without any of this. Rows are gathered into equal
     groups by slot, so that a module costs two batched products per bucket of ranks, however many
-    adapters there are; a row's arithmetic is the same in any company.
+    adapters there are; a row's arithmetic is the same in any company. Weights and rows of tables
+    that an adapter has for itself go before all that (``TableRows``).
+
+    The output head sees the wanted rows only, and so has a layout of its own; it runs last.
 
     Attributes:
         group_multiple: the least number of rows of a group that gives a row the same bits as any
@@ -59,24 +60,75 @@ class AdapterLayers:
         self._gathered: dict[int, Tensor] = {}
         self._selected: dict[tuple[int, frozenset[int]], tuple[Tensor, Tensor]] = {}
         self._sums: dict[int, Tensor] = {}
-        self.group_multiple = _find_group_multiple(store)
+        self._rotator = InputRotator(store)
+        self._table_rows = TableRows(store.own_tables)
+        self._added_tokens = AddedTokens(store.own_tables)
+        self._embedding_index: int | None = None
+        self._head_layout: AdapterLayout | None = None
+        self._head_index: int | None = None
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         for index, shape in enumerate(store.modules):
             module = model.get_submodule(shape.name)
-            module.register_forward_pre_hook(_BeforeModule(self, index))
+            if module is head:
+                self._head_index = index
+                module.register_forward_pre_hook(self._begin_head)
+            if module is embedding:
+                self._embedding_index = index
+                module.register_forward_pre_hook(self._hide_added_tokens)
+            if not (shape.is_norm or shape.is_embedding):
+                module.register_forward_pre_hook(_BeforeModule(self, index))
             module.register_forward_hook(_AfterModule(self, index))
+        self.group_multiple = _find_group_multiple(store, self._head_index)
 
-    def begin_step(self, layout: AdapterLayout | None) -> None:
-        """Take the layout of the step whose forward pass follows; None is base rows only."""
+    def begin_step(
+        self, layout: AdapterLayout | None, head_layout: AdapterLayout | None = None
+    ) -> None:
+        """Take the layouts of the step whose forward pass follows; None is base rows only.
+
+        Args:
+            layout: of all rows.
+            head_layout: of the rows that the output head sees, of groups of multiples of
+                GROUP_MULTIPLE_ROWS.
+        """
+        self._head_layout = head_layout
+        self._added_tokens.begin_step()
+        self._begin(layout)
+
+    @property
+    def is_head_changed(self) -> bool:
+        """Whether any resident adapter changes the output head."""
+        return self._head_index is not None and self._store.is_changed(self._head_index)
+
+    def _begin_head(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:  # noqa: ARG002
+        self._begin(self._head_layout)
+
+    def _hide_added_tokens(
+        self,
+        module: nn.Module,  # noqa: ARG002 - of the protocol
+        inputs: tuple[Any, ...],
+    ) -> tuple[Any, ...] | None:
+        index = self._embedding_index
+        if index is None or not self.is_active(index):
+            return None
+        num_tokens = self._store.modules[index].num_inputs
+        return (self._added_tokens.hide(inputs[0], num_tokens), *inputs[1:])
+
+    def _begin(self, layout: AdapterLayout | None) -> None:
         self._layout = layout
         self._gathered_from = None
         self._gathered.clear()
         self._selected.clear()
         self._sums.clear()
+        self._rotator.begin_step()
+        self._table_rows.begin_layout()
 
     def scale_inputs(self, index: int, inputs: Tensor) -> Tensor | None:
-        """Return inputs [..., P, K] of a module with the gains of their rows; None if unchanged."""
+        """Return inputs [..., P, K] of a module as their rows' adapters turn and scale them.
+
+        None if they stay.
+        """
         assert self._layout is not None
-        scaled: Tensor | None = None
+        scaled = self._rotator.rotate(index, self._layout.buckets, inputs)
         for bucket in self._layout.buckets:
             found = self._store.vectors(INPUT_GAIN, bucket.bucket_rank, index, bucket.slots)
             if found is None:
@@ -89,30 +141,50 @@ class AdapterLayers:
             flat.index_copy_(0, rows, own)
         return scaled
 
-    def add_(self, index: int, module: nn.Module, inputs: Tensor, outputs: Tensor) -> None:
-        """Change the outputs [..., P, N] of a module, in place, where rows have adapters."""
+    def mask_added_tokens_(self, logits: Tensor) -> None:
+        """Give rows of logits [P, V + added] -inf for tokens that are not their adapters'.
+
+        Args:
+            logits: of the step, which the output head saw last.
+        """
+        if self._head_index is not None:
+            num_tokens = self._store.modules[self._head_index].num_outputs
+            if logits.shape[1] > num_tokens:
+                self._added_tokens.mask_(logits, num_tokens)
+
+    def add_(self, index: int, module: nn.Module, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """Change the outputs [..., P, N] of a module, in place, where rows have adapters.
+
+        Returns:
+            The same; of the output head with columns for added tokens, if the step has any.
+        """
         layout = self._layout
         assert layout is not None
+        ids = self._added_tokens.token_ids if index == self._embedding_index else None
+        self._table_rows.replace_(index, module, layout.buckets, inputs, outputs, token_ids=ids)
         flat = outputs.view(-1, outputs.shape[-1])
         pairs = [
             self._store.lora(groups.bucket_rank, index, groups.slots_in_use)
             for groups in layout.groups
         ]
         if layout.row_range is None:
-            self._add_by_rows_(layout, pairs, inputs, flat)
+            self._add_by_rows_(index, layout, pairs, inputs, flat)
         elif any(pairs):
-            self._add_to_range_(layout, layout.row_range, pairs, inputs, flat)
+            self._add_to_range_(index, layout, layout.row_range, pairs, inputs, flat)
         for bucket in layout.buckets:
             self._scale_outputs_(index, module, bucket, flat)
             self._add_bias_(index, bucket, flat)
+        if index == self._head_index:
+            return self._added_tokens.widen(layout.buckets, inputs, outputs)
+        return outputs
 
-    @property
-    def is_active(self) -> bool:
-        """Whether the step has rows of adapters."""
-        return self._layout is not None
+    def is_active(self, index: int) -> bool:
+        """Return whether the step has rows of adapters, and any resident one changes a module."""
+        return self._layout is not None and self._store.is_changed(index)
 
     def _add_to_range_(
         self,
+        index: int,
         layout: AdapterLayout,
         row_range: RowRange,
         pairs: Sequence[LoraSlots | None],
@@ -135,14 +207,14 @@ class AdapterLayers:
             if pair is None:
                 own.fill_(_NOTHING)
                 continue
-            a, b = _pairs_of(groups, pair)
-            inner = torch.bmm(self._gather(number, groups, inputs), a)
-            torch.bmm(inner, b, out=own.view(groups.num_groups, -1, width))
+            inner = self._multiply_by_a(index, number, groups, inputs, pair)
+            torch.bmm(inner, _of_groups(groups, pair.b), out=own.view(groups.num_groups, -1, width))
         added = products.index_select(0, row_range.places)
         flat[row_range.start : row_range.stop] += added.to(flat.dtype)
 
     def _add_by_rows_(
         self,
+        index: int,
         layout: AdapterLayout,
         pairs: Sequence[LoraSlots | None],
         inputs: Tensor,
@@ -151,11 +223,20 @@ class AdapterLayers:
         for number, (groups, pair) in enumerate(zip(layout.groups, pairs, strict=True)):
             if pair is None:
                 continue
-            a, b = _pairs_of(groups, pair)
-            added = torch.bmm(torch.bmm(self._gather(number, groups, inputs), a), b).flatten(0, 1)
+            inner = self._multiply_by_a(index, number, groups, inputs, pair)
+            added = torch.bmm(inner, _of_groups(groups, pair.b)).flatten(0, 1)
             if groups.places is not None:
                 added = added.index_select(0, groups.places)
             flat.index_add_(0, groups.rows, added.to(flat.dtype))
+
+    def _multiply_by_a(
+        self, index: int, number: int, groups: RowGroups, inputs: Tensor, pair: LoraSlots
+    ) -> Tensor:
+        """Return the rows of the groups times their A, [G, M, R]; of a one-hot row a row of A."""
+        if not self._store.modules[index].is_embedding:
+            return torch.bmm(self._gather(number, groups, inputs), _of_groups(groups, pair.a))
+        ids = inputs.reshape(-1).index_select(0, groups.gathered).view(groups.num_groups, -1)
+        return pair.a[groups.slots[:, None], ids]
 
     def _gather(self, number: int, groups: RowGroups, inputs: Tensor) -> Tensor:
         """Return the rows of the groups, [G, M, K]; modules that share an input share them."""
@@ -209,9 +290,9 @@ class AdapterLayers:
 
 
 class _BeforeModule:
-    """Scales a module's inputs, also as the hook behind it sees them.
+    """Turns and scales a module's inputs, also as the hook behind it sees them.
 
-    No method of PEFT has input gains and a low-rank part at once.
+    No method of PEFT has that and a low-rank part at once.
     """
 
     def __init__(self, layers: AdapterLayers, index: int) -> None:
@@ -219,7 +300,7 @@ class _BeforeModule:
         self._index = index
 
     def __call__(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not self._layers.is_active:
+        if not self._layers.is_active(self._index):
             return None
         scaled = self._layers.scale_inputs(self._index, inputs[0])
         return None if scaled is None else (scaled, *inputs[1:])
@@ -232,23 +313,29 @@ class _AfterModule:
         self._layers = layers
         self._index = index
 
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], outputs: Tensor) -> None:
-        if self._layers.is_active:
-            self._layers.add_(self._index, module, inputs[0], outputs)
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], outputs: Tensor) -> Tensor:
+        if self._layers.is_active(self._index):
+            return self._layers.add_(self._index, module, inputs[0], outputs)
+        return outputs
 
 
-def _find_group_multiple(store: AdapterStore) -> int:
+def _find_group_multiple(store: AdapterStore, head_index: int | None) -> int:
     """Compare groups of few rows with full ones in all shapes of products of a store.
 
+    Except for the output head's, which would take longest: its groups are full ones.
     Only in float32: there another order of summation shows in most elements, so that few of them
     tell. In half precision rounding hides it in all but one of thousands.
     """
     if store.device.type != "cpu" or store.dtype != torch.float32:
         return GROUP_MULTIPLE_ROWS
     shapes = set()
-    for module in store.modules:
+    for index, module in enumerate(store.modules):
+        if module.is_norm or index == head_index:
+            continue
         for rank in store.bucket_ranks:
-            shapes |= {(module.num_inputs, rank), (rank, module.num_outputs)}
+            shapes.add((rank, module.num_outputs))
+            if not module.is_embedding:
+                shapes.add((module.num_inputs, rank))
     generator = torch.Generator().manual_seed(0)
     for width, num_columns in sorted(shapes):
         rows = torch.randn(_NUM_COMPARED_GROUPS, GROUP_MULTIPLE_ROWS, width, generator=generator)
@@ -259,64 +346,8 @@ def _find_group_multiple(store: AdapterStore) -> int:
     return _FEWEST_ROWS
 
 
-def _pairs_of(groups: RowGroups, pair: LoraSlots) -> tuple[Tensor, Tensor]:
-    """Return the pairs of the groups, [G, K, R] and [G, R, N]."""
+def _of_groups(groups: RowGroups, by_slot: Tensor) -> Tensor:
+    """Return the matrices of the groups, [G, ...], of those of all slots, [S, ...]."""
     if groups.slot_range is not None:
-        return pair.a[groups.slot_range], pair.b[groups.slot_range]
-    return pair.a.index_select(0, groups.slots), pair.b.index_select(0, groups.slots)
-
-
-def discover_modules(model: PreTrainedModel) -> tuple[ModuleShape, ...]:
-    """Return what an adapter may change: modules through which every row passes exactly once.
-
-    These are linear layers, and norms that have a bias. Others (the experts of a mixture, which
-    see some of the rows; the output head, which sees the wanted ones only) cannot be changed.
-    """
-    calls: dict[str, list[int]] = {}
-    handles = []
-    head = model.get_output_embeddings()
-    for name, module in model.named_modules():
-        if module is not head and _is_changeable(module):
-            rows = calls.setdefault(name, [])
-
-            def note(_: nn.Module, inputs: tuple[Any, ...], rows: list[int] = rows) -> None:
-                rows.append(inputs[0].numel() // inputs[0].shape[-1])
-
-            handles.append(module.register_forward_pre_hook(note))
-    tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=model.device)
-    try:
-        with torch.inference_mode(), own_attention(model):
-            model(input_ids=tokens, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return tuple(
-        _shape_of(name, model.get_submodule(name))
-        for name, rows in calls.items()
-        if rows == [_PROBE_TOKENS]
-    )
-
-
-def _is_changeable(module: nn.Module) -> bool:
-    # A subclass may compute something else than a product (the router of phimoe does).
-    return type(module) in LINEAR_CLASSES or isinstance(module, nn.LayerNorm)
-
-
-def _shape_of(name: str, module: nn.Module) -> ModuleShape:
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    has_bias = getattr(module, "bias", None) is not None
-    if weight.dim() == 1:
-        width = weight.shape[0]
-        return ModuleShape(
-            name=name, num_inputs=width, num_outputs=width, is_norm=True, has_bias=has_bias
-        )
-    is_transposed = isinstance(module, Conv1D)
-    first, second = weight.shape
-    return ModuleShape(
-        name=name,
-        num_inputs=first if is_transposed else second,
-        num_outputs=second if is_transposed else first,
-        is_transposed=is_transposed,
-        has_bias=has_bias,
-    )
+        return by_slot[groups.slot_range]
+    return by_slot.index_select(0, groups.slots)

@@ -118,6 +118,7 @@ def make_adapter_layout(
     max_group_rows: int,
     device: torch.device,
     group_multiple: int = GROUP_MULTIPLE_ROWS,
+    is_fixed: bool = False,
 ) -> AdapterLayout | None:
     """Group rows by slot; None if there are none.
 
@@ -130,7 +131,11 @@ def make_adapter_layout(
         max_group_rows: most rows of one group, a multiple of GROUP_MULTIPLE_ROWS.
         device: where the tensors go.
         group_multiple: groups have this number of rows times a power of two.
+        is_fixed: multiply one group at a time, and all of ``max_group_rows``: no product has a
+            shape that depends on other slots.
     """
+    if is_fixed:
+        group_multiple = max_group_rows
     rows_of_slot: dict[tuple[int, int], list[int]] = {}
     for part in parts:
         key = (part.slot.bucket_rank, part.slot.index)
@@ -145,8 +150,9 @@ def make_adapter_layout(
                 (slot, tile)
             )
     groups = tuple(
-        _make_groups(rank, size, members, device)
+        _make_groups(rank, size, batch, device)
         for (rank, size), members in sorted(by_size.items())
+        for batch in ([[member] for member in members] if is_fixed else [members])
     )
     return AdapterLayout(
         groups=groups,
@@ -156,6 +162,20 @@ def make_adapter_layout(
         ),
         row_range=_make_row_range(groups, device),
     )
+
+
+def select_rows(parts: Sequence[AdapterRows], chosen: Sequence[int]) -> list[AdapterRows]:
+    """Return which of the chosen rows use a slot; they are numbered by their place among these."""
+    slot_of_row = {
+        row: part.slot
+        for part in parts
+        for row in range(part.row_start, part.row_start + part.num_rows)
+    }
+    return [
+        AdapterRows(slot_of_row[row], place, 1)
+        for place, row in enumerate(chosen)
+        if row in slot_of_row
+    ]
 
 
 def _tiles(rows: list[int], max_group_rows: int) -> Iterable[list[int]]:

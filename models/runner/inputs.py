@@ -16,11 +16,30 @@ from models.runner.adapter_layout import (
     AdapterRows,
     make_adapter_layout,
 )
+from models.runner.virtual_rows import VirtualRows, find_virtual_rows
 from models.scheduling.step_plan import ScheduledSequence
 
 # A group of decode rows is padded to its longest table; a row joins the group only if its own
 # table is at least this fraction of that.
 MIN_GROUP_FILL = 0.6
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupSizes:
+    """For ``make_adapter_layout``.
+
+    Attributes:
+        max_rows: most rows of a group.
+        multiple: groups have this number of rows times a power of two.
+        is_fixed: all have ``max_rows``, and are multiplied one at a time.
+    """
+
+    max_rows: int = 32
+    multiple: int = GROUP_MULTIPLE_ROWS
+    is_fixed: bool = False
+
+
+SMALL_GROUPS = GroupSizes()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +52,8 @@ class PackedInputs:
         layout: where the T real rows belong.
         last_rows: for each part, in the order given, the row of its last token.
         adapters: which rows use which adapter slots; None if all use the base model.
+        adapter_rows: the same by part.
+        virtual_rows: which rows are virtual tokens; their token ids mean nothing.
     """
 
     token_ids: Tensor
@@ -40,6 +61,8 @@ class PackedInputs:
     layout: StepLayout
     last_rows: tuple[int, ...]
     adapters: AdapterLayout | None
+    adapter_rows: tuple[AdapterRows, ...]
+    virtual_rows: tuple[VirtualRows, ...]
 
 
 def split_parts(
@@ -90,8 +113,8 @@ def pack(
     block_size: int,
     null_block_id: int,
     multiple: int,
-    max_group_rows: int = 32,
-    group_multiple: int = GROUP_MULTIPLE_ROWS,
+    groups: GroupSizes = SMALL_GROUPS,
+    is_attention_by_row: bool = False,
     device: torch.device,
 ) -> PackedInputs:
     """Pack parts into one row: decodes first, longest table first, then the chunks.
@@ -101,8 +124,9 @@ def pack(
         block_size: tokens of a KV block.
         null_block_id: pads block tables.
         multiple: P is a multiple of this.
-        max_group_rows: most rows of a group that uses one adapter slot.
-        group_multiple: such groups have this number of rows times a power of two.
+        groups: sizes of groups of rows that use one adapter slot.
+        is_attention_by_row: make every row, also those of chunks, a decode group of its own,
+            whose table depends on its own position only.
         device: where the tensors go.
     """
     step = KEY_MULTIPLE_TOKENS // math.gcd(KEY_MULTIPLE_TOKENS, block_size)
@@ -131,13 +155,23 @@ def pack(
         slots=torch.tensor(slots, device=device),
         fresh_block_ids=torch.tensor(fresh, device=device) if fresh else None,
         decodes=tuple(
-            _decode_groups(parts, singles, num_blocks, block_size, null_block_id, device)
+            _row_groups(parts, (*singles, *chunks), block_size, step, null_block_id, device)
+            if is_attention_by_row
+            else _decode_groups(parts, singles, num_blocks, block_size, null_block_id, device)
         ),
-        prefills=tuple(
+        prefills=()
+        if is_attention_by_row
+        else tuple(
             PrefillSegment(
                 row_start=last_rows[index] + 1 - len(parts[index].token_ids),
                 block_ids=torch.tensor(
-                    _padded_table(parts[index], num_blocks[index], block_size, null_block_id),
+                    _padded_table(
+                        parts[index],
+                        parts[index].end,
+                        num_blocks[index],
+                        block_size,
+                        null_block_id,
+                    ),
                     device=device,
                 ),
                 start=parts[index].start,
@@ -147,25 +181,29 @@ def pack(
         ),
     )
     padding = [0] * (-len(token_ids) % multiple)
+    adapter_rows = tuple(
+        AdapterRows(
+            slot=part.slot,
+            row_start=last_rows[index] + 1 - len(part.token_ids),
+            num_rows=len(part.token_ids),
+        )
+        for index, part in enumerate(parts)
+        if part.slot is not None
+    )
     return PackedInputs(
         token_ids=torch.tensor([token_ids + padding], device=device),
         positions=torch.tensor([positions + padding], device=device),
         layout=layout,
         last_rows=tuple(last_rows),
         adapters=make_adapter_layout(
-            [
-                AdapterRows(
-                    slot=part.slot,
-                    row_start=last_rows[index] + 1 - len(part.token_ids),
-                    num_rows=len(part.token_ids),
-                )
-                for index, part in enumerate(parts)
-                if part.slot is not None
-            ],
-            max_group_rows=max_group_rows,
-            group_multiple=group_multiple,
+            adapter_rows,
+            max_group_rows=groups.max_rows,
+            group_multiple=groups.multiple,
+            is_fixed=groups.is_fixed,
             device=device,
         ),
+        adapter_rows=adapter_rows,
+        virtual_rows=find_virtual_rows(parts, last_rows),
     )
 
 
@@ -189,7 +227,9 @@ def _decode_groups(
             row_start=row,
             block_ids=torch.tensor(
                 [
-                    _padded_table(parts[index], longest, block_size, null_block_id)
+                    _padded_table(
+                        parts[index], parts[index].end, longest, block_size, null_block_id
+                    )
                     for index in members
                 ],
                 device=device,
@@ -199,9 +239,32 @@ def _decode_groups(
         row = end
 
 
+def _row_groups(
+    parts: Sequence[ScheduledSequence],
+    order: Sequence[int],
+    block_size: int,
+    step: int,
+    null_block_id: int,
+    device: torch.device,
+) -> Iterator[DecodeGroup]:
+    """Yield a group per row; tables have whole multiples of ``step`` blocks."""
+    row = 0
+    for index in order:
+        part = parts[index]
+        for end in range(part.start + 1, part.end + 1):
+            length = -(-end // (block_size * step)) * step
+            table = _padded_table(part, end, length, block_size, null_block_id)
+            yield DecodeGroup(
+                row_start=row,
+                block_ids=torch.tensor([table], device=device),
+                lengths=torch.tensor([end], device=device),
+            )
+            row += 1
+
+
 def _padded_table(
-    part: ScheduledSequence, length: int, block_size: int, null_block_id: int
+    part: ScheduledSequence, end: int, length: int, block_size: int, null_block_id: int
 ) -> list[int]:
     """Return the blocks that hold [0, end), with null blocks up to ``length`` entries."""
-    num_used = -(-part.end // block_size)
+    num_used = -(-end // block_size)
     return [*part.block_ids[:num_used], *[null_block_id] * (length - num_used)]

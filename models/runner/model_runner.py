@@ -88,6 +88,9 @@ class ModelRunner:
         A sequence whose logits cannot be sampled, or do not score its prompt, gets ``error``; the
         others do not notice.
         """
+        for slot in plan.vacated:
+            assert self._adapters is not None
+            self._adapters.clear_(slot)
         for placement in plan.placements:
             assert self._adapters is not None
             self._adapters.write_(placement.slot, self._held[placement.ref])
@@ -145,13 +148,13 @@ class ModelRunner:
         token_ids: list[int] = []
         num_top: list[int] = []
         for part in parts:
-            row, at = self._rows[part.seq_id], part.scored_positions
-            token_ids.extend(row.sampling.prompt_token_ids[at.start + 1 : at.stop + 1])
-            num_top.extend([row.num_prompt_logprobs] * len(at))
+            row, told = self._rows[part.seq_id], part.scored_tokens
+            token_ids.extend(row.sampling.prompt_token_ids[told.start : told.stop])
+            num_top.extend([row.num_prompt_logprobs] * len(told))
         known = iter(prompt_logprobs(logits, token_ids, num_top))
         for part in parts:
-            told = outcome.scored.setdefault(part.seq_id, [])
-            told.extend(next(known) for _ in part.scored_positions)
+            scored = outcome.scored.setdefault(part.seq_id, [])
+            scored.extend(next(known) for _ in part.scored_positions)
 
 
 def _to_sampled_token(seq_id: int, row: SampledRow) -> SampledToken:
@@ -169,7 +172,7 @@ def _to_sampled_token(seq_id: int, row: SampledRow) -> SampledToken:
 def _to_scored_tokens(
     scheduled: ScheduledSequence, known: list[KnownToken | RowSamplingError]
 ) -> ScoredTokens:
-    start = scheduled.scored_positions.start + 1
+    start = scheduled.scored_tokens.start
     logprobs: list[TokenLogprob] = []
     for each in known:
         if isinstance(each, RowSamplingError):

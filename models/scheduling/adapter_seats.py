@@ -24,6 +24,7 @@ class AdapterSeats:
         self._ledger = ledger
         self._max_num_overtakes = max_num_overtakes
         self._placements: list[AdapterPlacement] = []
+        self._vacated: list[Slot] = []
 
     @property
     def stats(self) -> LedgerStats:
@@ -75,6 +76,12 @@ class AdapterSeats:
         self._placements.clear()
         return placements
 
+    def take_vacated(self) -> tuple[Slot, ...]:
+        """Return the slots that lost their tenants, once; some may be filled again since."""
+        vacated = tuple(self._vacated)
+        self._vacated.clear()
+        return vacated
+
     def pin(self, adapter_id: str) -> None:
         """Keep an adapter resident once it is. Idempotent."""
         self._ledger.pin(adapter_id)
@@ -108,4 +115,5 @@ class AdapterSeats:
     def _forget_evicted(self, evictions: tuple[Eviction, ...]) -> None:
         """Drop placements that were never carried out: their tenants have lost the slot again."""
         gone = {eviction.slot for eviction in evictions}
+        self._vacated.extend(gone)
         self._placements = [each for each in self._placements if each.slot not in gone]

@@ -131,7 +131,7 @@ class Scheduler:
         namespace: ChainNamespace = first.namespace
         if not self._blocks.is_prefix_caching_enabled:
             namespace = GroupNamespace(first.request_id, first.namespace)
-        has_full_block_to_share = first.num_prompt_tokens > self._blocks.block_size_tokens
+        has_full_block_to_share = first.num_prompt_positions > self._blocks.block_size_tokens
         self._groups[first.request_id] = RequestGroup(
             members={sequence.seq_id: sequence for sequence in sequences},
             namespace=namespace,
@@ -192,6 +192,7 @@ class Scheduler:
             sequences=tuple(draft.rows),
             joining=tuple(draft.joining),
             leaving=tuple(self._leaving),
+            vacated=self._seats.take_vacated() if self._seats is not None else (),
             placements=self._seats.take_placements() if self._seats is not None else (),
         )
         self._leaving.clear()
@@ -262,7 +263,7 @@ class Scheduler:
         num_output_tokens = sequence.params.max_tokens
         if num_output_tokens > 0:
             num_output_tokens = max(num_output_tokens, len(sequence.output_token_ids) + 1)
-        num_needed = self._blocks.num_blocks_for(sequence.num_prompt_tokens + num_output_tokens)
+        num_needed = self._blocks.num_blocks_for(sequence.num_prompt_positions + num_output_tokens)
         if num_needed > self._blocks.num_blocks:
             raise OutOfBlocksError(num_needed, self._blocks.num_blocks)
 
@@ -323,7 +324,7 @@ class Scheduler:
         """Let a sequence run that has its blocks and its slot."""
         self._queue.admit(sequence)
         if sequence.status is SequenceStatus.WAITING:
-            sequence.num_cached_tokens = min(num_cached_tokens, sequence.num_prompt_tokens)
+            sequence.note_cached(num_cached_tokens)
         sequence.transition_to(SequenceStatus.RUNNING)
         sequence.num_computed_tokens = num_cached_tokens
         self._running[sequence.seq_id] = sequence
@@ -363,6 +364,7 @@ class Scheduler:
                 is_sampled=num_scheduled == num_left and sequence.params.max_tokens > 0,
                 scored_positions=scored,
                 slot=self._seats.slot_of(sequence) if self._seats is not None else None,
+                num_virtual_tokens=sequence.num_virtual_tokens,
             )
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Iterable
 
 from models.adapters.ledger import AdapterCost
 from models.requests import AdapterRef, PrefixNamespace
@@ -27,9 +28,23 @@ LEGAL_TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 }
 
 
+# Any id of the vocabulary will do: nobody looks at it, and within the namespace of an adapter all
+# sequences have their virtual tokens at the same positions.
+_VIRTUAL_TOKEN_ID = 0
+
+
+def with_virtual_tokens(num_virtual_tokens: int, token_ids: Iterable[int]) -> list[int]:
+    """Return what stands at each position of a sequence: placeholders, then the tokens."""
+    return [*[_VIRTUAL_TOKEN_ID] * num_virtual_tokens, *token_ids]
+
+
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
     """One choice of one request, from its admission to its end.
+
+    Its positions are those of its adapter's virtual tokens, if it has any, then the prompt's, then
+    the output's. What counts positions has them all; ids, and what is told of a prompt, do not
+    know virtual tokens.
 
     The engine creates it; afterwards only the scheduler changes it, everybody may read it.
     Owner: step thread.
@@ -47,10 +62,11 @@ class Sequence:
         num_prompt_logprobs: None, or k >= 0 if this sequence is to report log probabilities of its
             prompt; of a request's choices only the first may.
         adapter_cost: what its adapter takes on the device; None without one.
-        token_ids: prompt and output in one list.
+        num_virtual_tokens: positions that its adapter's virtual tokens take.
+        token_ids: one id per position: a placeholder for each virtual token, prompt, output.
         num_computed_tokens: KV of positions [0, num_computed_tokens) is in its blocks.
-        num_cached_tokens: prompt tokens that the prefix cache held when the sequence first ran;
-            a later preemption does not change it.
+        num_cached_tokens: prompt tokens that the prefix cache held when the sequence first ran,
+            virtual ones not counted; a later preemption does not change it.
         num_scored_positions: the logits of positions [0, num_scored_positions) have given the log
             probability of the prompt token behind them; a later preemption does not change it.
         num_overtakes: how often a younger sequence was admitted while this one found no slot for
@@ -71,6 +87,7 @@ class Sequence:
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     num_prompt_logprobs: int | None = None
     adapter_cost: AdapterCost | None = None
+    num_virtual_tokens: int = 0
     token_ids: list[int] = dataclasses.field(init=False, repr=False)
     num_computed_tokens: int = dataclasses.field(init=False, default=0)
     num_cached_tokens: int = dataclasses.field(init=False, default=0)
@@ -84,7 +101,9 @@ class Sequence:
     def __post_init__(self) -> None:
         """Take over the tokens; the caller's list of emitted tokens stays the caller's."""
         self.output_token_ids = list(self.output_token_ids)
-        self.token_ids = [*self.prompt_token_ids, *self.output_token_ids]
+        self.token_ids = with_virtual_tokens(
+            self.num_virtual_tokens, (*self.prompt_token_ids, *self.output_token_ids)
+        )
 
     @property
     def adapter(self) -> AdapterRef | None:
@@ -93,12 +112,17 @@ class Sequence:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Tokens of the prompt, without virtual ones."""
         return len(self.prompt_token_ids)
 
     @property
+    def num_prompt_positions(self) -> int:
+        """Positions of virtual tokens and prompt."""
+        return self.num_virtual_tokens + len(self.prompt_token_ids)
+
+    @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output so far."""
+        """Positions of virtual tokens, prompt and output so far."""
         return len(self.token_ids)
 
     @property
@@ -111,13 +135,20 @@ class Sequence:
         """Positions whose logits are still to give the log probability of the token behind them."""
         if self.num_prompt_logprobs is None:
             return range(0)
-        return range(self.num_scored_positions, len(self.prompt_token_ids) - 1)
+        # No logits of virtual tokens: nothing is told of the first token of a prompt.
+        start = max(self.num_scored_positions, self.num_virtual_tokens)
+        return range(start, self.num_prompt_positions - 1)
 
     @property
     def num_reusable_tokens(self) -> int:
         """Leading tokens whose KV may be taken from others: no logits are wanted of these."""
         unscored = self.unscored_positions
         return unscored.start if unscored else len(self.token_ids)
+
+    def note_cached(self, num_reused_positions: int) -> None:
+        """Take note of how many leading positions had KV when it first ran."""
+        num_reused_tokens = max(num_reused_positions - self.num_virtual_tokens, 0)
+        self.num_cached_tokens = min(num_reused_tokens, self.num_prompt_tokens)
 
     def append(self, token_id: int) -> None:
         """Take a token that was drawn."""

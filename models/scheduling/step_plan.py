@@ -52,13 +52,15 @@ class ScheduledSequence:
 
     Attributes:
         seq_id: which sequence.
-        token_ids: tokens to run, at least one; a decode has exactly one.
+        token_ids: tokens to run, at least one; a decode has exactly one. Those of virtual tokens
+            mean nothing.
         start: position of the first of them; KV of [0, start) is already in the blocks.
         block_ids: the block table, covering at least [0, start + len(token_ids)).
         is_sampled: whether the last token's logits draw the next token.
         scored_positions: positions of this step whose logits give the log probability of the
             prompt token behind them; within [start, end), never the prompt's last one.
         slot: of the adapter that its rows use; None is the base model.
+        num_virtual_tokens: positions [0, num_virtual_tokens) are the adapter's virtual tokens.
     """
 
     seq_id: int
@@ -68,6 +70,13 @@ class ScheduledSequence:
     is_sampled: bool
     scored_positions: range = range(0)
     slot: Slot | None = None
+    num_virtual_tokens: int = 0
+
+    @property
+    def scored_tokens(self) -> range:
+        """Tokens of the prompt, counted without virtual ones, that ``scored_positions`` tell."""
+        ahead = 1 - self.num_virtual_tokens
+        return range(self.scored_positions.start + ahead, self.scored_positions.stop + ahead)
 
     @property
     def end(self) -> int:
@@ -88,13 +97,15 @@ class StepPlan:
         sequences: decodes first, then prefill chunks, in the order they are packed.
         joining: sequences that the runner has not seen yet, or has been told to forget.
         leaving: sequences that ended, were preempted or aborted since the last plan.
-        placements: adapter slots to be filled first.
+        vacated: adapter slots that have lost their tenants; to be cleared first.
+        placements: adapter slots to be filled next.
     """
 
     step_id: int
     sequences: tuple[ScheduledSequence, ...]
     joining: tuple[JoiningSequence, ...] = ()
     leaving: tuple[int, ...] = ()
+    vacated: tuple[Slot, ...] = ()
     placements: tuple[AdapterPlacement, ...] = ()
 
     @property
@@ -126,7 +137,8 @@ class ScoredTokens:
 
     Attributes:
         seq_id: which sequence.
-        start: position of the first token told here, the one behind the first scored position.
+        start: place in the prompt, counted without virtual tokens, of the first token told here:
+            the one behind the first scored position.
         logprobs: one per scored position; empty if ``error`` is set.
         error: text of the cause when this sequence alone failed.
     """

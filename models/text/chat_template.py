@@ -112,6 +112,7 @@ class ChatTemplate:
         self._limits = limits or RenderLimits()
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
+        self._knows_tool_calls = "tool_calls" in source
         environment = _MeteredEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
@@ -131,8 +132,8 @@ class ChatTemplate:
         badly. The role "developer" becomes "system" where the template does not know it.
 
         Raises:
-            InvalidRequestError: no messages, a reserved template variable, or a final message
-                that cannot be continued.
+            InvalidRequestError: no messages, tool calls that the template would drop, a reserved
+                template variable, or a final message that cannot be continued.
             ChatTemplateError: the template refused the messages, or did too much.
         """
         self._check(prompt)
@@ -154,6 +155,10 @@ class ChatTemplate:
             raise InvalidRequestError(
                 "continue_final_message",
                 "excludes add_generation_prompt: the final message stays open, or a new one begins",
+            )
+        if not self._knows_tool_calls and any(map(_has_tool_calls, prompt.messages)):
+            raise InvalidRequestError(
+                "messages", "this model's chat template cannot render the tool calls in them"
             )
         for name in prompt.template_variables:
             if (
@@ -192,6 +197,10 @@ class ChatTemplate:
             raise ChatTemplateError(_explain(error)) from error
         finally:
             _meter.reset(token)
+
+
+def _has_tool_calls(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("tool_calls"))
 
 
 class _LimitError(jinja2.TemplateError):

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from tokenizers import AddedToken as TokenizerToken
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from models.errors import ChatTemplateError, ConfigError, InvalidRequestError
 from models.requests import ChatPrompt, Prompt, TextPrompt
+from models.text.added_tokens import AddedToken
 from models.text.chat_template import ChatTemplate
 from models.text.detokenizer import IncrementalDetokenizer, SpellingTable
+from models.text.infill import find_infill_tokens
 
 # Stands for the assistant's words where the end of its turn is looked for.
 _WORDS = "medleywords"
+
+
+class TemplateRenderer(Protocol):
+    """What is needed of a chat template."""
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """Turn messages into the text of a prompt; raises as ``ChatTemplate.render`` does."""
+        ...
 
 
 class Text:
@@ -47,9 +60,13 @@ class Text:
         self._tokenizer = tokenizer
         self.vocabulary_size = vocabulary_size or len(tokenizer)
         self._spellings = SpellingTable(tokenizer)
-        source = chat_template or _own_chat_template(tokenizer)
-        self._template = (
-            ChatTemplate(source, _special_tokens(tokenizer)) if source is not None else None
+        self.special_tokens: Mapping[str, str] = _special_tokens(tokenizer)
+        own = _own_chat_template(tokenizer)
+        source = chat_template or own
+        # An adapter that brings one of them brings nothing new.
+        self.known_templates = frozenset({"", own or "", source or ""})
+        self._template: TemplateRenderer | None = (
+            ChatTemplate(source, self.special_tokens) if source is not None else None
         )
         self.eos_token_ids = frozenset(eos_token_ids) | self._tokenizer_eos() | self._turn_end()
 
@@ -86,6 +103,58 @@ class Text:
                 "model", f"the tokenizer of '{path}' cannot be used: {_first_line(error)}"
             ) from error
 
+    def describe_tokenizer(self) -> str:
+        """Return the tokenizer as its ``tokenizer.json`` has it, "" if it has none."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return "" if backend is None else str(backend.to_str())
+
+    def known_token_ids(self, token: str) -> frozenset[int]:
+        """Return the id of a token that the tokenizer has and the model can draw, or nothing."""
+        token_id = self._tokenizer.get_vocab().get(token)
+        is_known = token_id is not None and token_id < self.vocabulary_size
+        return frozenset((token_id,)) if is_known else frozenset()
+
+    def extended(self, tokens: Sequence[AddedToken]) -> Text:
+        """Return the same text with further tokens.
+
+        Args:
+            tokens: with the ids that follow the tokenizer's.
+        """
+        other = copy.copy(self)
+        other._tokenizer = copy.deepcopy(self._tokenizer)
+        for token in tokens:
+            fields = {
+                field.name: getattr(token, field.name)
+                for field in dataclasses.fields(token)
+                if field.name not in ("id", "content")
+            }
+            other._tokenizer.add_tokens([TokenizerToken(token.content, **fields)])
+        other._spellings = SpellingTable(other._tokenizer)
+        return other
+
+    def with_rows(self, num_added: int) -> Text:
+        """Return the same text for a model that has rows for further token ids.
+
+        Args:
+            num_added: how many ids behind ``vocabulary_size``.
+        """
+        other = copy.copy(self)
+        other.vocabulary_size = self.vocabulary_size + num_added
+        return other
+
+    def adapted(self, template: TemplateRenderer | None, eos_token_ids: frozenset[int]) -> Text:
+        """Return the same text with another template and further tokens that end an answer.
+
+        Args:
+            template: None keeps the one there is.
+            eos_token_ids: besides those of this text.
+        """
+        other = copy.copy(self)
+        if template is not None:
+            other._template = template
+        other.eos_token_ids = self.eos_token_ids | eos_token_ids | other._turn_end()
+        return other
+
     @property
     def has_chat_template(self) -> bool:
         """Whether chats can be rendered."""
@@ -102,6 +171,8 @@ class Text:
         if isinstance(prompt, ChatPrompt):
             return self._encode("messages", self._render(prompt), add_special_tokens=False)
         if isinstance(prompt, TextPrompt):
+            if prompt.suffix:
+                return self._encode_infill(prompt)
             return self._encode("prompt", prompt.text, add_special_tokens=prompt.add_special_tokens)
         return self._checked("prompt", prompt.token_ids)
 
@@ -144,6 +215,21 @@ class Text:
             verbose=False,
         )["input_ids"]
         return self._checked(param, token_ids)
+
+    def _encode_infill(self, prompt: TextPrompt) -> tuple[int, ...]:
+        """Return prefix, suffix and the opening of the middle, each behind its token."""
+        tokens = find_infill_tokens(self._tokenizer.get_added_vocab())
+        if tokens is None:
+            raise InvalidRequestError("suffix", "this model has no fill-in-the-middle tokens")
+        # Of an empty text a tokenizer gives what it begins every text with, BOS or nothing.
+        opening = self._tokenizer("", add_special_tokens=prompt.add_special_tokens)["input_ids"]
+        before = self._encode_part("prompt", prompt.text)
+        behind = self._encode_part("suffix", prompt.suffix)
+        whole = (*opening, tokens.prefix, *before, tokens.suffix, *behind, tokens.middle)
+        return self._checked("prompt", whole)
+
+    def _encode_part(self, param: str, text: str) -> tuple[int, ...]:
+        return self._encode(param, text, add_special_tokens=False) if text else ()
 
     def _checked(self, param: str, token_ids: Sequence[int]) -> tuple[int, ...]:
         if not token_ids:

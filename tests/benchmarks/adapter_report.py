@@ -16,6 +16,7 @@ from models.engine.adapter_build import build_adapter_desk
 from models.engine.async_engine import AsyncEngine
 from models.engine.build import EngineParts, assemble, plan_num_threads, resolve_model_path
 from models.loading.loader import LoadedModel, load_model
+from models.text.adapter_text import AdapterTexts
 from models.text.tokenizer import Text
 from tests.benchmarks.adapter_cold import time_cold_extra_ms
 from tests.benchmarks.adapter_speed import Comparison, Job, compare
@@ -126,7 +127,15 @@ def _compare(
 def _time_cold(adapted: _Built, folders: list[Path], prompts: PromptSource) -> float:
     parts, config = adapted.parts, adapted.config
     assert parts.adapters is not None
-    desk = build_adapter_desk(adapted.loaded, parts.adapters.modules, config.adapters, config.model)
+    desk = build_adapter_desk(
+        adapted.loaded,
+        parts.adapters.modules,
+        config.adapters,
+        config.model,
+        # Nothing is downloaded.
+        cache_folder=folders[0].parent,
+        texts=AdapterTexts(adapted.text),
+    )
     engine = AsyncEngine(parts.engine, adapted.text, adapters=desk)
     engine.start()
     try:

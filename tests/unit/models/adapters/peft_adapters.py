@@ -23,7 +23,9 @@ from models.adapters.source import (
 )
 from models.adapters.weights import ModelFacts, ModuleShape
 from models.errors import AdapterIncompatibleError
+from models.loading.loader import discover_layers
 from models.requests import AdapterRef
+from models.runner.virtual_rows import virtual_facts_of
 from tests.tiny_models import FAMILIES, VOCABULARY_SIZE, make_model
 
 MODELS = {family.name: make_model(family) for family in FAMILIES if family.name != "phi3"}
@@ -31,7 +33,9 @@ IDS = torch.randint(0, VOCABULARY_SIZE, (1, 11), generator=torch.Generator().man
 MAX_RANK = 64
 
 
-def facts_of(model, *, base_names=("tiny",), max_rank=MAX_RANK) -> ModelFacts:
+def facts_of(
+    model, *, base_names=("tiny",), max_rank=MAX_RANK, max_virtual_tokens=256
+) -> ModelFacts:
     shapes = (_shape_of(name, module) for name, module in model.named_modules())
     head = model.get_output_embeddings()
     return ModelFacts(
@@ -39,8 +43,15 @@ def facts_of(model, *, base_names=("tiny",), max_rank=MAX_RANK) -> ModelFacts:
         modules={shape.name: shape for shape in shapes if shape is not None},
         output_head=next(name for name, module in model.named_modules() if module is head),
         max_rank=max_rank,
+        virtual_tokens=virtual_facts_of(
+            model, tuple(discover_layers(model)), max_num_tokens=max_virtual_tokens
+        ),
         weight=lambda name: _weight_of(model.get_submodule(name)),
         bias=lambda name: model.get_submodule(name).bias.detach().float(),
+        input_embedding=next(
+            name for name, module in model.named_modules() if module is model.get_input_embeddings()
+        ),
+        is_head_tied=model.config.tie_word_embeddings,
     )
 
 
@@ -56,7 +67,7 @@ def _shape_of(name, module):
         num_inputs, num_outputs = module.weight.shape
         scale = float(getattr(module, "embed_scale", 1.0))
         form = {"is_embedding": True, "output_scale": scale}
-    elif isinstance(module, nn.LayerNorm):
+    elif isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("RMSNorm"):
         num_inputs = num_outputs = module.weight.shape[0]
         form = {"is_norm": True}
     else:
@@ -76,11 +87,13 @@ class SavedAdapter:
 
     Attributes:
         folder: where it lies.
+        adapter_id: under which it is read.
         logits: [1, T, V] of PEFT's own forward, float32.
     """
 
-    def __init__(self, folder, base, config, *, dtype=torch.float32):
+    def __init__(self, folder, base, config, *, dtype=torch.float32, adapter_id="tests/one"):
         self.folder = folder
+        self.adapter_id = adapter_id
         with quiet():
             peft_model = get_peft_model(copy.deepcopy(base), config).eval()
             randomise_(peft_model, dtype)
@@ -114,7 +127,7 @@ class SavedAdapter:
         for content in contents:
             digest.add_file(len(content), [content])
         return AdapterFiles(
-            adapter_id="tests/one",
+            adapter_id=self.adapter_id,
             folder=self.folder,
             version=digest.version,
             num_bytes=sum(map(len, contents)),
@@ -203,8 +216,12 @@ class _Hooks:
 
     def before(self, module, args):
         self.x = args[0]
-        gain = self.delta.input_gain
-        return args if gain is None else (args[0] * gain,)
+        gain, rotation = self.delta.input_gain, self.delta.input_rotation
+        changed = self.x
+        if rotation is not None:
+            num_blocks = self.x.shape[-1] // rotation.shape[-1]
+            changed = changed @ torch.block_diag(*rotation.expand(num_blocks, -1, -1))
+        return (changed if gain is None else changed * gain, *args[1:])
 
     def after(self, module, args, output):
         delta = self.delta

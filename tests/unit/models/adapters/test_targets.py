@@ -12,6 +12,7 @@ from peft.utils.other import get_pattern_key
 from models.adapters.faults import AdapterFaultError
 from models.adapters.patterns import PatternMatcher
 from models.adapters.targets import TargetRules, find_value
+from models.adapters.virtual_tokens import VirtualTokenFacts
 from models.adapters.weights import ModelFacts, ModuleShape
 
 PARTS = ("q", "v", "xq", "mlp", "h", "layers", "0", "1", "12", "experts", "q_v")
@@ -35,6 +36,7 @@ def make_facts(shapes, *, output_head=None):
         modules={shape.name: shape for shape in shapes},
         output_head=output_head,
         max_rank=8,
+        virtual_tokens=VirtualTokenFacts(max_num_tokens=8, embedding_width=4, key_values=None),
         weight=lambda name: pytest.fail("nobody needs weights"),
         bias=lambda name: pytest.fail("nobody needs biases"),
     )

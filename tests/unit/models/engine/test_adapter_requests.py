@@ -7,6 +7,7 @@ import pytest
 
 from models.adapters.catalogue import AdapterCatalogue, CatalogueConfig
 from models.adapters.ledger import AdapterCost, AdapterLedger
+from models.adapters.meter import AdapterMeter
 from models.adapters.source import AdapterFiles
 from models.config import SchedulerConfig
 from models.engine.adapter_desk import AdapterDesk
@@ -18,10 +19,18 @@ from models.errors import (
     AdapterIncompatibleError,
     AdapterNotFoundError,
     AdapterSlotTimeoutError,
+    ContextLengthExceededError,
     InvalidAdapterIdError,
+    PromptTooLongError,
 )
 from models.kv_cache.ledger import BlockManager
-from models.requests import AdapterRef, GenerationRequest, TextPrompt
+from models.requests import (
+    AdapterRef,
+    FinishReason,
+    GenerationRequest,
+    TextPrompt,
+    TokenDelta,
+)
 from models.scheduling.adapter_seats import AdapterSeats
 from models.scheduling.scheduler import Scheduler
 from sampling.params import SamplingParams
@@ -39,6 +48,9 @@ class Weights:
 
     ref: AdapterRef
     num_bytes: int = 10
+    num_virtual_tokens: int = 0
+    num_added_tokens: int = 0
+    text: object = None
 
 
 class Source:
@@ -95,7 +107,7 @@ class AdapterRunner(EchoRunner):
 class Setting:
     """A front over a scripted runner with adapters."""
 
-    def __init__(self, *names, max_num_slots=2, cost_bytes=10, has_adapters=True):
+    def __init__(self, *names, max_num_slots=2, cost_bytes=10, has_adapters=True, **weights):
         self.clock = FakeClock()
         self.runner = AdapterRunner(cost_bytes)
         blocks = BlockManager(256, 4, is_prefix_caching_enabled=True)
@@ -124,12 +136,16 @@ class Setting:
 
         def load(files):
             self.loads.append(files.adapter_id)
-            return Weights(AdapterRef(files.adapter_id, files.version))
+            return Weights(AdapterRef(files.adapter_id, files.version), **weights)
 
+        meter = AdapterMeter(10)
         catalogue = AdapterCatalogue(
-            self.source, load, CatalogueConfig(budget_bytes=1000), self.clock
+            self.source, load, CatalogueConfig(budget_bytes=1000), self.clock, meter
         )
-        self.desk = AdapterDesk(self.source, catalogue, self.clock)
+        self.closed = []
+        self.desk = AdapterDesk(
+            self.source, catalogue, self.clock, meter, lambda: self.closed.append(True)
+        )
         self.front = AsyncEngine(
             self.engine,
             ByteText(),
@@ -137,7 +153,7 @@ class Setting:
             adapters=self.desk if has_adapters else None,
         )
 
-    async def ask(self, adapter_id, prompt="abc", **fields):
+    async def ask(self, adapter_id, prompt="abc", tell_text=lambda _: None, **fields):
         request = GenerationRequest(
             request_id=f"{adapter_id}-{prompt}-{id(fields)}",
             prompt=TextPrompt(text=prompt),
@@ -147,7 +163,8 @@ class Setting:
             adapter_id=adapter_id,
             **fields,
         )
-        return [event async for events in self.front.generate(request) for event in events]
+        batches = self.front.generate(request, tell_text=tell_text)
+        return [event async for events in batches for event in events]
 
 
 @pytest.fixture
@@ -195,6 +212,19 @@ async def test_an_unknown_adapter_costs_the_others_nothing(setting):
 
     assert isinstance(results[0], AdapterNotFoundError)
     assert results[1][0].adapter_version == "v1"
+
+
+async def test_virtual_tokens_of_an_adapter_take_room_in_the_window(setting):
+    made = setting("a", num_virtual_tokens=506)
+
+    assert (await made.ask(None))[0].num_prompt_tokens == 3
+    with pytest.raises(ContextLengthExceededError) as caught:
+        await made.ask("a")
+    assert caught.value.args == (3, 4, 512, 506)
+    with pytest.raises(PromptTooLongError) as too_long:
+        await made.ask("a", "abcdef")
+    assert too_long.value.args == (6, 512, 506)
+    assert made.desk.status()[0].num_in_flight == 0
 
 
 async def test_an_adapter_larger_than_all_slots_is_refused(setting):
@@ -262,3 +292,60 @@ async def test_shutting_down_ends_the_sources_threads(setting):
     await made.front.shutdown(drain_timeout_s=0.0)
 
     assert made.source.is_closed
+    assert made.closed
+
+
+class LoudText(ByteText):
+    """Reads every text in capitals, and ends an answer at "C" too."""
+
+    eos_token_ids = ByteText.eos_token_ids | {ord("C")}
+
+    def encode(self, prompt):
+        return super().encode(TextPrompt(text=prompt.text.upper()))
+
+
+async def test_an_adapters_own_text_reads_and_ends_its_answers_only(setting):
+    made = setting("a", text=LoudText())
+    told = []
+
+    own, base = await asyncio.gather(
+        made.ask("a", "abcd", told.append), made.ask(None, "abcd", told.append)
+    )
+
+    def text_of(events):
+        return "".join(event.text for event in events if isinstance(event, TokenDelta))
+
+    assert text_of(own) == "AB"
+    assert own[-2].finish_reason is FinishReason.STOP
+    assert text_of(base) == "abcd"
+    assert {type(each) for each in told} == {LoudText, ByteText}
+
+
+async def test_min_tokens_holds_an_adapters_own_end_back_too(setting):
+    made = setting("a", text=LoudText())
+    for adapter_id, expected in (("a", (7, ord("C"))), (None, (7,))):
+        request = GenerationRequest(
+            request_id=f"r{adapter_id}",
+            prompt=TextPrompt(text="xyz"),
+            sampling=SamplingParams(min_tokens=2, stop_token_ids=(7,)),
+            seed=0,
+            adapter_id=adapter_id,
+        )
+
+        [_ async for _ in made.front.generate(request)]
+
+        assert made.runner.joined[-1].sampling.stop_token_ids == expected
+
+
+async def test_what_an_adapter_is_used_for_is_counted(setting):
+    made = setting("a")
+
+    await made.ask("a", "abc")
+    await made.ask("a", "x")
+    await made.ask(None, "abc")
+
+    totals = made.desk.totals()["a"]
+    assert (totals.num_requests, totals.num_loads, totals.num_hits) == (2, 1, 1)
+    # With the end of each answer.
+    assert totals.num_generated_tokens == 4 + 2
+    assert made.desk.host_bytes == 10

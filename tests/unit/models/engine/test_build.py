@@ -11,7 +11,14 @@ from tokenizers import models as tokenizer_models
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from models.config import EngineConfig, KVCacheConfig, ModelConfig, SchedulerConfig
+from models.config import (
+    MATMUL,
+    VARLEN,
+    EngineConfig,
+    KVCacheConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from models.engine import build
 from models.engine.build import (
     available_memory_bytes,
@@ -161,7 +168,9 @@ def test_progress_tells_of_loading_of_the_check_and_of_the_cache(folder, tmp_pat
     assert len(lines) == 3
     assert lines[0] == f"loading weights of {folder} as float32 on cpu"
     assert "against the model's own" in lines[1]
-    assert lines[2] == "KV cache: 64 blocks of 4 tokens, 256 tokens in all, 0 MiB"
+    assert lines[2] == (
+        "KV cache: 64 blocks of 4 tokens, 256 tokens in all, 0 MiB; attention by matmul"
+    )
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -351,33 +360,37 @@ POLICY = RowPolicy(8, max_forward_rows=0, smallest_tile_rows=32)
 
 
 def test_the_name_of_the_arithmetic_is_stable():
-    assert describe_numerics(LOADED, POLICY) == describe_numerics(LOADED, POLICY)
-    assert describe_numerics(LOADED, POLICY).startswith(f"torch-{torch.__version__[:4]}")
+    assert describe_numerics(LOADED, POLICY, MATMUL) == describe_numerics(LOADED, POLICY, MATMUL)
+    assert describe_numerics(LOADED, POLICY, MATMUL).startswith(f"torch-{torch.__version__[:4]}")
 
 
 def test_the_name_of_the_arithmetic_tells_dtypes_apart():
     other = SimpleNamespace(model=LOADED.model, dtype=torch.float32)
 
-    assert describe_numerics(LOADED, POLICY) != describe_numerics(other, POLICY)
+    assert describe_numerics(LOADED, POLICY, MATMUL) != describe_numerics(other, POLICY, MATMUL)
 
 
 def test_the_name_of_the_arithmetic_tells_numbers_of_threads_apart():
-    one = describe_numerics(LOADED, POLICY)
+    one = describe_numerics(LOADED, POLICY, MATMUL)
     torch.set_num_threads(2)
 
-    assert describe_numerics(LOADED, POLICY) != one
+    assert describe_numerics(LOADED, POLICY, MATMUL) != one
+
+
+def test_the_name_of_the_arithmetic_tells_attention_backends_apart():
+    assert describe_numerics(LOADED, POLICY, MATMUL) != describe_numerics(LOADED, POLICY, VARLEN)
 
 
 def test_the_name_of_the_arithmetic_tells_tiles_apart():
     whole = dataclasses.replace(POLICY, smallest_tile_rows=0)
 
-    assert describe_numerics(LOADED, POLICY) != describe_numerics(LOADED, whole)
+    assert describe_numerics(LOADED, POLICY, MATMUL) != describe_numerics(LOADED, whole, MATMUL)
 
 
 def test_the_name_of_the_arithmetic_tells_processors_of_one_vector_width_apart(monkeypatch):
     names = set()
     for units in ({}, {"avx512_bf16": True}, {"avx512_bf16": True, "amx_bf16": True}):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda units=units: units)
-        names.add(describe_numerics(LOADED, POLICY))
+        names.add(describe_numerics(LOADED, POLICY, MATMUL))
 
     assert len(names) == 3

@@ -52,7 +52,7 @@ def test_an_explicit_limit_that_does_not_fit_is_refused():
     with pytest.raises(ContextLengthExceededError) as raised:
         prepare(request, 5, max_model_len_tokens=16)
 
-    assert raised.value.args == (5, 12, 16)
+    assert raised.value.args == (5, 12, 16, 0)
 
 
 def test_an_absent_limit_is_the_default_or_the_room_that_is_left():

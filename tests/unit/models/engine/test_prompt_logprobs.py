@@ -153,7 +153,7 @@ def test_a_prompt_for_no_tokens_may_fill_the_window_but_not_exceed_it(field):
 
     with pytest.raises(ContextLengthExceededError) as raised:
         run(make_request(prompt="x" * 17, sampling=NO_TOKENS, **field), num_blocks=4)
-    assert raised.value.args == (17, 0, 16)
+    assert raised.value.args == (17, 0, 16, 0)
 
 
 def test_no_tokens_are_refused_where_nothing_is_asked_of_the_prompt():

@@ -8,8 +8,9 @@ from peft import IA3Config, LoraConfig
 
 from models.adapters.ledger import Slot
 from models.adapters.store import AdapterStore
-from models.runner.adapter_layers import AdapterLayers, discover_modules
+from models.runner.adapter_layers import AdapterLayers
 from models.runner.adapter_layout import AdapterRows, make_adapter_layout
+from models.runner.module_discovery import discover_modules
 from tests.tiny_models import FAMILIES
 from tests.unit.models.adapters.peft_adapters import IDS, MODELS, SavedAdapter, facts_of
 
@@ -52,8 +53,8 @@ def configs(family):
 class Bench:
     """A copy of a tiny model with a store of adapters on it."""
 
-    def __init__(self, family, *, num_slots=8, max_group_rows=32):
-        self.model = copy.deepcopy(MODELS[family])
+    def __init__(self, family, *, model=None, num_slots=8, max_group_rows=32):
+        self.model = copy.deepcopy(MODELS[family] if model is None else model)
         self.facts = facts_of(self.model)
         self.store = AdapterStore(
             discover_modules(self.model), num_slots, (8, 16, 32, 64), torch.float32, CPU
@@ -72,10 +73,11 @@ class Bench:
             for number, slot in enumerate(slots)
             if slot is not None
         ]
-        self.layers.begin_step(
-            make_adapter_layout(parts, max_group_rows=self._max_group_rows, device=CPU)
-        )
-        return self.model(IDS.expand(len(slots), -1), use_cache=False).logits
+        layout = make_adapter_layout(parts, max_group_rows=self._max_group_rows, device=CPU)
+        self.layers.begin_step(layout, head_layout=layout)
+        positions = torch.arange(NUM_TOKENS).expand(len(slots), -1)
+        ids = IDS.expand(len(slots), -1)
+        return self.model(ids, position_ids=positions, use_cache=False).logits
 
 
 def assert_close(actual, expected):
@@ -181,17 +183,16 @@ def test_an_adapter_costs_what_its_bucket_holds(tmp_path, trio):
 
 
 @pytest.mark.parametrize("family", [family.name for family in FAMILIES if family.name in MODELS])
-def test_modules_are_linear_layers_that_every_row_passes_once(family):
+def test_modules_are_those_that_every_row_passes_once(family):
     model = MODELS[family]
-    head = model.get_output_embeddings()
 
     shapes = discover_modules(model)
 
     names = {shape.name for shape in shapes}
     assert names
     assert not any("expert" in name for name in names)
-    assert all(model.get_submodule(name) is not head for name in names)
     facts = facts_of(model)
+    assert {facts.output_head, facts.input_embedding} <= names
     assert all(shape == facts.modules[shape.name] for shape in shapes)
     for layer in range(model.config.num_hidden_layers):
         assert any(f".{layer}." in name for name in names)

@@ -5,8 +5,9 @@ import torch
 
 from models.adapters.ledger import Slot
 from models.adapters.store import AdapterStore
-from models.runner.adapter_layers import AdapterLayers, discover_modules
+from models.runner.adapter_layers import AdapterLayers
 from models.runner.adapter_layout import AdapterRows, make_adapter_layout
+from models.runner.module_discovery import discover_modules
 from tests.tiny_models import FAMILIES, make_model
 from tests.unit.models.adapters.peft_adapters import IDS, SavedAdapter, facts_of
 from tests.unit.models.runner.test_adapter_layers import CPU, NUM_TOKENS, configs

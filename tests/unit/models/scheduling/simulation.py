@@ -147,6 +147,8 @@ class Simulation:
 
     def _check_slots(self, plan):
         """Check that every row finds the weights of its own adapter in its slot."""
+        for slot in plan.vacated:
+            self.tenants.pop(slot)
         for placement in plan.placements:
             self.tenants[placement.slot] = placement.ref
         adapters = {sequence.seq_id: sequence.adapter for sequence in self.running()}

@@ -95,6 +95,20 @@ def test_a_pinned_adapter_keeps_its_slot_and_an_evicted_one_loses_it():
     assert {ref.id for ref in simulation.seats.resident_refs} == {"c"}
 
 
+def test_each_slot_that_lost_its_tenant_is_told_once_and_before_it_is_filled_again():
+    simulation = Simulation(max_num_slots=1)
+    simulation.add([1], 2, namespace=using("a"))
+    first = simulation.step()
+    simulation.run()
+    simulation.add([1], 2, namespace=using("b"))
+
+    second = simulation.step()
+    third = simulation.step()
+
+    (slot,) = (placement.slot for placement in second.placements)
+    assert (first.vacated, second.vacated, third.vacated) == ((), (slot,), ())
+
+
 def test_an_adapter_in_use_is_evicted_with_its_last_sequence():
     simulation = Simulation(max_num_slots=2)
     sequence = simulation.add([1], 3, namespace=using("a"))

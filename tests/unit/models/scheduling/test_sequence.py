@@ -7,7 +7,7 @@ from models.scheduling.sequence import LEGAL_TRANSITIONS, Sequence, SequenceStat
 from sampling.params import SamplingParams
 
 
-def make(output=()):
+def make(output=(), **fields):
     return Sequence(
         seq_id=3,
         request_id="r",
@@ -16,6 +16,7 @@ def make(output=()):
         namespace=PrefixNamespace("m", AdapterRef("a", "1")),
         prompt_token_ids=(1, 2),
         output_token_ids=output,
+        **fields,
     )
 
 
@@ -82,3 +83,33 @@ def test_the_callers_list_of_emitted_tokens_is_not_changed():
 
 def test_the_adapter_is_the_one_of_the_namespace():
     assert make().adapter == AdapterRef("a", "1")
+
+
+def test_virtual_tokens_are_positions_but_no_tokens_of_the_prompt():
+    sequence = make(output=[5], num_virtual_tokens=3)
+
+    assert len(sequence.token_ids) == sequence.num_tokens == 6
+    assert sequence.token_ids[3:] == [1, 2, 5]
+    assert sequence.prompt_token_ids == (1, 2)
+    assert sequence.num_prompt_tokens == 2
+    assert sequence.num_prompt_positions == 5
+    assert sequence.num_uncomputed_tokens == 6
+
+
+@pytest.mark.parametrize(("num_reused", "num_cached"), [(0, 0), (2, 0), (3, 0), (4, 1), (6, 2)])
+def test_cached_tokens_are_those_of_the_prompt_alone(num_reused, num_cached):
+    sequence = make(output=[5, 6], num_virtual_tokens=3)
+
+    sequence.note_cached(num_reused)
+
+    assert sequence.num_cached_tokens == num_cached
+
+
+def test_logits_of_virtual_tokens_are_never_wanted_and_their_kv_may_be_taken():
+    sequence = make(num_virtual_tokens=3, num_prompt_logprobs=1)
+
+    assert sequence.unscored_positions == range(3, 4)
+    assert sequence.num_reusable_tokens == 3
+    sequence.num_scored_positions = 4
+    assert not sequence.unscored_positions
+    assert sequence.num_reusable_tokens == 5
