@@ -46,6 +46,10 @@ class Console:
         """Print one line of progress."""
         _write(self._progress, f"[{self.elapsed_s:5.1f} s] {text}")
 
+    def warn(self, text: str) -> None:
+        """Print what must not be missed."""
+        _write(self._progress, text)
+
     def fail(self, text: str) -> None:
         """Print why it ends."""
         _write(self._progress, f"medley: {text}")

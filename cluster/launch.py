@@ -1,4 +1,4 @@
-"""The ``medley`` command: up, validate, status.
+"""The ``medley`` command: up, validate, status, hash-key.
 
 Does not import Ray in this process for ``up``, so that its signal handlers stand first.
 """
@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _up(options.words, console)
     if options.command == "validate":
         return _validate(options.file, console)
+    if options.command == "hash-key":
+        return _hash_key(options.name, is_given=options.stdin, console=console)
     return _status(console)
 
 
@@ -55,6 +57,11 @@ def _make_parser() -> argparse.ArgumentParser:
     validate = commands.add_parser("validate", help="check a Serve config file, start nothing")
     validate.add_argument("file", type=Path)
     commands.add_parser("status", help="what runs on this machine's Ray")
+    hash_key = commands.add_parser("hash-key", help="print the record of a new API key")
+    hash_key.add_argument("name", help="whose key it is")
+    hash_key.add_argument(
+        "--stdin", action="store_true", help="read the key from standard input, draw none"
+    )
     return parser
 
 
@@ -70,6 +77,10 @@ def _up(words: Sequence[str], console: Console) -> int:
     except ConfigError as error:
         console.fail(str(error))
         return EXIT_MISUSE
+    from deployments.open_door import describe_open_door, is_public
+
+    if is_public(arguments.host) and not arguments.builder.get("api_keys_file"):
+        console.warn(describe_open_door(arguments.host))
     if problem := find_port_problem(arguments.host, arguments.port):
         console.fail(problem)
         return EXIT_FAILED
@@ -112,7 +123,7 @@ def find_port_problem(host: str, port: int) -> str | None:
 
 
 def _validate(path: Path, console: Console) -> int:
-    from cluster.serve_config import check_serve_config
+    from cluster.serve_config import check_serve_config, find_open_doors
 
     try:
         configs = check_serve_config(path)
@@ -121,6 +132,19 @@ def _validate(path: Path, console: Console) -> int:
         return EXIT_FAILED
     for name, config in configs.items():
         console.announce(f"{name}: {', '.join(config.model_ids)}")
+    for warning in find_open_doors(path, configs):
+        console.warn(warning)
+    return 0
+
+
+def _hash_key(name: str, *, is_given: bool, console: Console) -> int:
+    from cluster.hash_key import run_hash_key
+
+    try:
+        run_hash_key(name, sys.stdin if is_given else None, console)
+    except ConfigError as error:
+        console.fail(str(error))
+        return EXIT_MISUSE
     return 0
 
 

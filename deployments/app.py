@@ -15,11 +15,16 @@ from typing import Any
 from ray import serve
 from ray.serve.config import AutoscalingConfig, BackpressureConfig
 
+from deployments.access import AccessConfig
 from deployments.admin_key import AdminKey
 from deployments.config import ModelEntry, ServiceConfig
 from deployments.ingress import Ingress
+from deployments.key_file import read_keys
 from deployments.model_replica import ModelReplica
+from deployments.prompt_log import PromptLogConfig
 from deployments.service import ServiceLimits
+from models.adapters.fsspec_origin import check_url
+from models.adapters.location import local_folder
 from models.errors import ConfigError
 from models.loading.preflight import (
     available_host_memory_bytes,
@@ -82,14 +87,36 @@ def build_app(args: ServiceConfig) -> serve.Application:
             for entry in args.entries
             if not (entry.is_scaling and entry.min_replicas == 0)
         ),
-        adapter_model_ids=tuple(entry.model_id for entry in args.entries if entry.adapters),
+        adapter_model_ids=tuple(entry.model_id for entry in args.entries if entry.has_adapters),
         max_body_bytes=args.max_body_bytes,
         header_wait_s=args.header_wait_s,
         keepalive_s=args.keepalive_s,
+        request=args.request_limits,
     )
     secret = args.admin_key.get_secret_value()
     return _ingress_deployment(args).bind(
-        limits, models, admin_key=AdminKey.of(secret) if secret else None
+        limits,
+        models,
+        admin_key=AdminKey.of(secret) if secret else None,
+        prompt_log=PromptLogConfig(
+            folder=Path(args.prompt_log_folder or f"{args.cache_folder}/request_log").expanduser(),
+            max_bytes=args.prompt_log_max_bytes,
+            num_kept=args.prompt_log_num_kept,
+        ),
+        access=_make_access(args),
+    )
+
+
+def _make_access(args: ServiceConfig) -> AccessConfig:
+    """Return who may ask; every ingress replica reads the keys for itself, from the same path."""
+    keys_path = None
+    if args.api_keys_file:
+        keys_path = Path(args.api_keys_file).expanduser().absolute()
+        read_keys(keys_path)
+    return AccessConfig(
+        keys_path=keys_path,
+        default_max_tokens={entry.model_id: entry.default_max_tokens for entry in args.entries},
+        cors_origins=args.cors_origins,
     )
 
 
@@ -136,7 +163,12 @@ def _check_files(entries: Sequence[ModelEntry]) -> None:
 
 
 def _check_adapter_folder(entry: ModelEntry) -> None:
-    if entry.adapters and not Path(entry.adapters).expanduser().is_dir():
+    if not entry.adapters:
+        return
+    folder = local_folder(entry.adapters)
+    if folder is None:
+        check_url(entry.adapters)
+    elif not folder.is_dir():
         raise ConfigError("adapters", f"there is no such folder: '{entry.adapters}'")
 
 

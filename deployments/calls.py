@@ -14,17 +14,22 @@ from sampling.params import SamplingParams
 
 
 class ChatPromptRecord(TypedDict):
-    """Messages for the chat template."""
+    """Messages for the chat template; the rest is ChatPrompt's."""
 
     kind: Literal["chat"]
     messages: list[dict[str, Any]]
+    add_generation_prompt: NotRequired[bool]
+    continue_final_message: NotRequired[bool]
+    template_variables: NotRequired[dict[str, Any]]
 
 
 class TextPromptRecord(TypedDict):
-    """Plain text."""
+    """Plain text; see TextPrompt."""
 
     kind: Literal["text"]
     text: str
+    add_special_tokens: NotRequired[bool]
+    suffix: NotRequired[str]
 
 
 class TokenPromptRecord(TypedDict):
@@ -82,7 +87,7 @@ def to_generation_request(
     """
     return GenerationRequest(
         request_id=call["request_id"],
-        prompt=_to_prompt(call["prompt"]),
+        prompt=to_prompt(call["prompt"]),
         sampling=SamplingParams(
             **{name: _freeze(value) for name, value in call["sampling"].items()},
             bad_words_token_ids=tuple(bad_words_token_ids),
@@ -101,11 +106,21 @@ def to_generation_request(
     )
 
 
-def _to_prompt(record: PromptRecord) -> Prompt:
+def to_prompt(record: PromptRecord) -> Prompt:
+    """Return the engine's form of a prompt."""
     if record["kind"] == "chat":
-        return ChatPrompt(messages=tuple(record["messages"]))
+        return ChatPrompt(
+            messages=tuple(record["messages"]),
+            add_generation_prompt=record.get("add_generation_prompt", True),
+            continue_final_message=record.get("continue_final_message", False),
+            template_variables=record.get("template_variables", {}),
+        )
     if record["kind"] == "text":
-        return TextPrompt(text=record["text"])
+        return TextPrompt(
+            text=record["text"],
+            add_special_tokens=record.get("add_special_tokens", True),
+            suffix=record.get("suffix", ""),
+        )
     return TokenPrompt(token_ids=tuple(record["token_ids"]))
 
 

@@ -6,6 +6,7 @@ that none is written twice.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import PurePath
 from typing import Annotated, Any, Self
@@ -19,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from deployments.limits import RequestLimits
 from models.config import (
     AdapterConfig,
     EngineConfig,
@@ -29,6 +31,7 @@ from models.config import (
 from models.errors import ConfigError
 
 _ENGINE = EngineConfig()
+_LIMITS = RequestLimits()
 _MODEL = _ENGINE.model
 _KV_CACHE = _ENGINE.kv_cache
 _SCHEDULER = _ENGINE.scheduler
@@ -36,6 +39,9 @@ _ADAPTERS = _ENGINE.adapters
 
 # What a header can carry.
 _KEY = re.compile(r"[!-~]*")
+
+# What a browser calls the origin of a page: no path, no slash at the end.
+_ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\-\[\]:]+")
 
 AtLeastZero = Annotated[int, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
@@ -51,18 +57,32 @@ class ModelEntry(BaseModel):
         model_id: the name that requests use; without one, the last part of ``model``.
         device: "cpu", "cuda" or "cuda:<index>".
         dtype: "bfloat16", "float16" or "float32".
-        adapters: folder with one PEFT folder per adapter; "" serves the base model alone.
+        adapters: folder with one PEFT folder per adapter, or a URL of one that fsspec reads
+            (s3://, gs://, ...); "" serves the base model alone.
         max_adapter_rank: largest rank of an adapter that is served.
+        max_virtual_tokens: most tokens that an adapter of the prompt tuning kind may put before
+            every prompt; they count against the window.
         max_num_adapter_slots: most adapters that are resident on one replica's device.
         adapter_device_budget_bytes: most bytes of the resident ones.
         adapter_host_budget_bytes: most bytes of those in a replica's memory, resident ones
             included.
         max_adapter_wait_s: most seconds that a request waits for room for its adapter.
+        adapter_check_interval_s: seconds in which a URL or the hub is asked once per adapter
+            whether its files have changed.
+        adapter_download_budget_bytes: most bytes of downloaded adapters on a machine's disk.
+        allow_hub_adapters: requests may name any adapter of the Hugging Face hub ("owner/name")
+            that a replica can read: with the token of its environment private ones too.
+        hub_adapter_revision: branch, tag or commit of those; "" takes their default branch.
+        max_num_metered_adapters: most adapters with metrics of their own in one replica.
         max_model_len_tokens: upper bound on prompt plus output; 0 takes the model's own window.
         num_threads: compute threads on the CPU; 0 takes every core that the process may use.
         chat_template: Jinja text that replaces the model's own template; "" keeps it.
+        attention_backend: "matmul", "varlen" (CUDA, half precision), "reference" (slow), or
+            "auto": the fastest that the device and the model allow.
+        batch_invariant: on a GPU, give every request the same bits in any company, at a cost in
+            speed; changes nothing on the CPU.
         kv_budget_bytes: bytes for the KV pool of one replica.
-        block_size_tokens: tokens of one KV block.
+        block_size_tokens: tokens of one KV block; with "varlen", the next multiple of 256.
         is_prefix_caching_enabled: keep the KV of finished requests for later ones.
         max_num_seqs: most sequences that run at the same time in one replica.
         max_num_batched_tokens: most tokens of one step.
@@ -94,13 +114,21 @@ class ModelEntry(BaseModel):
     dtype: str = _MODEL.dtype
     adapters: str = _ADAPTERS.path
     max_adapter_rank: int = _ADAPTERS.max_rank
+    max_virtual_tokens: int = _ADAPTERS.max_virtual_tokens
     max_num_adapter_slots: int = _ADAPTERS.max_num_slots
     adapter_device_budget_bytes: int = _ADAPTERS.device_budget_bytes
     adapter_host_budget_bytes: int = _ADAPTERS.host_budget_bytes
     max_adapter_wait_s: Seconds = _ADAPTERS.max_slot_wait_s
+    adapter_check_interval_s: Seconds = _ADAPTERS.check_interval_s
+    adapter_download_budget_bytes: int = _ADAPTERS.download_budget_bytes
+    allow_hub_adapters: bool = _ADAPTERS.is_hub_allowed
+    hub_adapter_revision: str = _ADAPTERS.hub_revision
+    max_num_metered_adapters: int = _ADAPTERS.max_num_metered
     max_model_len_tokens: int = _MODEL.max_model_len_tokens
     num_threads: int = _MODEL.num_threads
     chat_template: str = _MODEL.chat_template
+    attention_backend: str = _MODEL.attention_backend
+    batch_invariant: bool = _MODEL.is_batch_invariant
     kv_budget_bytes: int = _KV_CACHE.budget_bytes
     block_size_tokens: int = _KV_CACHE.block_size_tokens
     is_prefix_caching_enabled: bool = _KV_CACHE.is_prefix_caching_enabled
@@ -125,6 +153,11 @@ class ModelEntry(BaseModel):
     def is_scaling(self) -> bool:
         """Whether the number of replicas follows the load."""
         return self.max_replicas > 0
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the model can have adapters."""
+        return bool(self.adapters) or self.allow_hub_adapters
 
     @property
     def is_on_cpu(self) -> bool:
@@ -176,6 +209,8 @@ class ModelEntry(BaseModel):
                 max_model_len_tokens=self.max_model_len_tokens,
                 num_threads=self.num_threads,
                 chat_template=self.chat_template,
+                attention_backend=self.attention_backend,
+                is_batch_invariant=self.batch_invariant,
             ),
             kv_cache=KVCacheConfig(
                 budget_bytes=self.kv_budget_bytes,
@@ -191,10 +226,16 @@ class ModelEntry(BaseModel):
             adapters=AdapterConfig(
                 path=self.adapters,
                 max_rank=self.max_adapter_rank,
+                max_virtual_tokens=self.max_virtual_tokens,
                 max_num_slots=self.max_num_adapter_slots,
                 device_budget_bytes=self.adapter_device_budget_bytes,
                 host_budget_bytes=self.adapter_host_budget_bytes,
                 max_slot_wait_s=self.max_adapter_wait_s,
+                check_interval_s=self.adapter_check_interval_s,
+                download_budget_bytes=self.adapter_download_budget_bytes,
+                is_hub_allowed=self.allow_hub_adapters,
+                hub_revision=self.hub_adapter_revision,
+                max_num_metered=self.max_num_metered_adapters,
             ),
             prompt_logprobs_budget_bytes=self.prompt_logprobs_budget_bytes,
             default_max_tokens=self.default_max_tokens,
@@ -216,9 +257,24 @@ class ServiceConfig(ModelEntry):
         ingress_num_cpus: CPUs that Ray reserves for an ingress replica.
         max_body_bytes: largest request body. A call to a replica travels as one gRPC message,
             which Ray limits to 4 MiB by default.
+        max_json_depth: objects and lists inside of each other in a request body.
+        max_messages: most messages of a chat.
+        max_stop_strings: most entries of ``stop``.
+        max_stop_characters: most characters of each of them.
+        max_logit_biases: most entries of ``logit_bias``.
+        max_metadata_pairs: most pairs of ``metadata``.
+        max_request_tokens: most new tokens of one request: its choices times ``max_tokens``.
         header_wait_s: seconds to wait for a stream's admission before headers go out without it.
         keepalive_s: seconds of silence after which a stream gets a comment.
         shutdown_grace_s: seconds that open requests get to finish when a replica is stopped.
+        prompt_log_folder: where requests with ``log_prompt`` are logged, on the machine of each
+            ingress replica; "" is "request_log" in ``cache_folder``.
+        prompt_log_max_bytes: size of a file of that log at which the next is begun.
+        prompt_log_num_kept: older files of that log that each ingress replica keeps.
+        api_keys_file: file or folder of the API keys that requests over HTTP need, readable on the
+            machine of each ingress replica; see ``deployments.key_file``. "" lets everybody ask.
+        cors_origins: web pages that may call from a browser ("https://chat.example.org", or "*");
+            on a command line with commas between them. () lets none.
         admin_key: opens the admin routes to who sends it; "" leaves them out. Printable ASCII.
     """
 
@@ -230,10 +286,46 @@ class ServiceConfig(ModelEntry):
     ingress_replicas: AtLeastOne = 1
     ingress_num_cpus: Share = 0.0
     max_body_bytes: AtLeastOne = 2 << 20
+    max_json_depth: AtLeastOne = _LIMITS.max_json_depth
+    max_messages: Annotated[int, Field(ge=1, le=_LIMITS.max_messages)] = _LIMITS.max_messages
+    max_stop_strings: Annotated[int, Field(ge=0, le=_LIMITS.max_stop_strings)] = (
+        _LIMITS.max_stop_strings
+    )
+    max_stop_characters: Annotated[int, Field(ge=1, le=_LIMITS.max_stop_characters)] = (
+        _LIMITS.max_stop_characters
+    )
+    max_logit_biases: Annotated[int, Field(ge=0, le=_LIMITS.max_logit_biases)] = (
+        _LIMITS.max_logit_biases
+    )
+    max_metadata_pairs: Annotated[int, Field(ge=0, le=_LIMITS.max_metadata_pairs)] = (
+        _LIMITS.max_metadata_pairs
+    )
+    max_request_tokens: AtLeastOne = _LIMITS.max_request_tokens
     header_wait_s: Seconds = 15.0
     keepalive_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
     shutdown_grace_s: Seconds = 30.0
+    prompt_log_folder: str = ""
+    prompt_log_max_bytes: AtLeastOne = 64 << 20
+    prompt_log_num_kept: AtLeastZero = 4
+    api_keys_file: str = ""
+    cors_origins: tuple[str, ...] = ()
     admin_key: SecretStr = SecretStr("")
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _split_origins(cls, value: Any) -> Any:
+        """Read the one string of a command line."""
+        if isinstance(value, str):
+            return tuple(origin.strip() for origin in value.split(",") if origin.strip())
+        return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _check_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError("an origin is 'https://host', 'http://host:port' or '*'")
+        return value
 
     @model_validator(mode="after")
     def _check_models(self) -> Self:
@@ -253,6 +345,13 @@ class ServiceConfig(ModelEntry):
     def model_ids(self) -> tuple[str, ...]:
         """Their names."""
         return tuple(entry.model_id for entry in self.entries)
+
+    @property
+    def request_limits(self) -> RequestLimits:
+        """What one request may ask for."""
+        return RequestLimits(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(RequestLimits)}
+        )
 
     def check(self) -> None:
         """Check what goes across fields, without touching files.

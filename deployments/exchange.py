@@ -9,13 +9,14 @@ from starlette.types import Receive, Scope, Send
 
 from deployments import sse
 from deployments.answers import AnswerEvents
-from deployments.generation import Generation
 from deployments.http_io import (
     EventStreamWriter,
     make_error_response,
     make_json_response,
     run_until_disconnect,
 )
+from deployments.metering import Meter
+from deployments.prompt_log import OpenGeneration
 from deployments.service import GenerationService, begin_prompts, join_adapter_versions
 from deployments.translate import Job
 
@@ -30,17 +31,21 @@ class GenerationExchange:
     without ``[DONE]``, which means complete. A client that leaves cancels the generation.
     """
 
-    def __init__(self, service: GenerationService, job: Job, request_id: str) -> None:
+    def __init__(
+        self, service: GenerationService, job: Job, request_id: str, meter: Meter | None = None
+    ) -> None:
         """Do nothing yet.
 
         Args:
             service: opens the generation.
             job: what to answer.
             request_id: appears in errors and in the log.
+            meter: counts the tokens, if anybody wants that; it has begun.
         """
         self._service = service
         self._job = job
         self._request_id = request_id
+        self._meter = meter
         ignored = ", ".join(job.ignored_fields)
         self._headers = [(_IGNORED_FIELDS_HEADER, ignored)] if ignored else []
 
@@ -55,7 +60,7 @@ class GenerationExchange:
 
     async def _answer_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            answer = await self._service.collect(self._job)
+            answer = await self._service.collect(self._job, self._meter)
             response = make_json_response(
                 answer.body, [*self._headers, *_tell_version(answer.adapter_version)]
             )
@@ -66,7 +71,7 @@ class GenerationExchange:
     async def _answer_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = EventStreamWriter(send, self._service.limits.keepalive_s)
         try:
-            with self._service.open(self._job) as generation:
+            with self._service.open(self._job, self._meter) as generation:
                 await self._stream(generation, writer)
         except Exception as error:  # noqa: BLE001 - the last resort: everything becomes an answer
             param_names = self._job.param_names
@@ -79,7 +84,7 @@ class GenerationExchange:
             writer.abandon()
         await writer.close()
 
-    async def _stream(self, generation: Generation, writer: EventStreamWriter) -> None:
+    async def _stream(self, generation: OpenGeneration, writer: EventStreamWriter) -> None:
         job = self._job
         admission = asyncio.ensure_future(generation.admit())
         try:

@@ -78,6 +78,75 @@ class InvalidKeyError(HttpError):
         return "this needs the right key, as the header 'Authorization: Bearer <key>'"
 
 
+class ModelNotAllowedError(HttpError):
+    """The caller's key does not allow the model."""
+
+    def __init__(self, model_id: str) -> None:
+        super().__init__(model_id)
+        self.model_id = model_id
+
+    def __str__(self) -> str:
+        return f"this key does not allow the model '{self.model_id}'"
+
+
+class AdapterNotAllowedError(HttpError):
+    """The caller's key does not allow the adapter, whether there is one or not.
+
+    Attributes:
+        adapter_id: keeps the grammar.
+        param: the field that names it.
+    """
+
+    def __init__(self, adapter_id: str, param: str) -> None:
+        super().__init__(adapter_id, param)
+        self.adapter_id = adapter_id
+        self.param = param
+
+    def __str__(self) -> str:
+        return f"this key does not allow the adapter '{self.adapter_id}'"
+
+
+class BudgetSpentError(HttpError):
+    """The caller's key has spent its budget.
+
+    Attributes:
+        unit: of what.
+        limit: how much there is of it, in a minute or at the same time.
+        retry_after_s: seconds until there may be enough.
+    """
+
+    def __init__(self, unit: str, limit: int, retry_after_s: float) -> None:
+        super().__init__(unit, limit, retry_after_s)
+        self.unit = unit
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return f"this key's limit of {self.limit} {self.unit} is reached; try again later"
+
+
+class RequestOverBudgetError(HttpError):
+    """The request may need more tokens than its key has in a whole minute."""
+
+    def __init__(self, num_tokens: int, limit: int) -> None:
+        super().__init__(num_tokens, limit)
+        self.num_tokens = num_tokens
+        self.limit = limit
+
+    def __str__(self) -> str:
+        return (
+            f"the prompt and max_tokens may take {self.num_tokens} tokens; this key has "
+            f"{self.limit} a minute"
+        )
+
+
+class BudgetsUnavailableError(HttpError):
+    """What the caller's key has left cannot be known now, and the last lease is spent."""
+
+    def __str__(self) -> str:
+        return "the budgets of keys cannot be reached for a moment; try again"
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorRow:
     """How one class of errors looks over HTTP.
@@ -169,11 +238,31 @@ ERROR_TABLE: Mapping[type[Exception], ErrorRow] = {
     RouteNotFoundError: _row(HTTPStatus.NOT_FOUND, _INVALID, "not_found"),
     MethodNotAllowedError: _row(HTTPStatus.METHOD_NOT_ALLOWED, _INVALID, "method_not_allowed"),
     InvalidKeyError: _row(HTTPStatus.UNAUTHORIZED, "authentication_error", "invalid_api_key"),
+    ModelNotAllowedError: _row(
+        HTTPStatus.FORBIDDEN, "permission_error", "model_not_allowed", param="model"
+    ),
+    AdapterNotAllowedError: _row(
+        HTTPStatus.FORBIDDEN, "permission_error", "adapter_not_allowed", param="peft"
+    ),
+    BudgetSpentError: _row(
+        HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error", "rate_limit_exceeded", retry_after_s=1.0
+    ),
+    RequestOverBudgetError: _row(
+        HTTPStatus.TOO_MANY_REQUESTS,
+        "rate_limit_error",
+        "request_over_budget",
+        param="max_tokens",
+        is_retry_useless=True,
+    ),
+    BudgetsUnavailableError: _row(
+        HTTPStatus.SERVICE_UNAVAILABLE, _UNAVAILABLE, "budgets_unavailable", retry_after_s=1.0
+    ),
 }
 
 _STATUS_SLUGS: Mapping[HTTPStatus, str] = {
     HTTPStatus.BAD_REQUEST: "bad_request",
     HTTPStatus.UNAUTHORIZED: "unauthorized",
+    HTTPStatus.FORBIDDEN: "forbidden",
     HTTPStatus.NOT_FOUND: "not_found",
     HTTPStatus.METHOD_NOT_ALLOWED: "method_not_allowed",
     HTTPStatus.REQUEST_TIMEOUT: "request_timeout",

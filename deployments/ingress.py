@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
+from ray import serve
+from ray.serve.exceptions import RayServeException
 from starlette.applications import Starlette
 
+from deployments.access import Access, AccessConfig
 from deployments.admin_key import AdminKey
 from deployments.admin_service import AdminService
+from deployments.budget_actor import Budgets, connect_budgets
 from deployments.http_io import check_body
+from deployments.prompt_log import PromptLog, PromptLogConfig
 from deployments.refusal_log import quiet_refusals
 from deployments.routes import build_http_app
 from deployments.service import GenerationService, ModelHandle, ServiceLimits
+from deployments.tokenizer_service import TokenizerService
 from deployments.translate import Job
 
 _SEED_BITS = 63
@@ -51,6 +58,8 @@ class Ingress:
         handles: Mapping[str, ModelHandle],
         *,
         admin_key: AdminKey | None = None,
+        prompt_log: PromptLogConfig | None = None,
+        access: AccessConfig | None = None,
         draw_seed: Callable[[], int] = _draw_seed,
         now_s: Callable[[], int] = _now_s,
     ) -> None:
@@ -60,11 +69,24 @@ class Ingress:
             limits: of requests.
             handles: model id -> handle of its deployment.
             admin_key: opens the admin routes; without one there are none.
+            prompt_log: where requests are logged that agree to it; None logs none.
+            access: who may ask over HTTP; None lets everybody, but no web pages.
             draw_seed: gives seeds in [0, 2**63) to requests without one.
             now_s: Unix time in seconds.
         """
         quiet_refusals()
-        self._service = GenerationService(limits, handles, draw_seed, now_s)
+        self._service = GenerationService(
+            limits,
+            handles,
+            draw_seed,
+            now_s,
+            None if prompt_log is None else PromptLog(prompt_log, f"requests-{os.getpid()}"),
+        )
+        self._tokenizers = TokenizerService(handles, self._service.directory, limits.request)
+        self._access = None
+        if access is not None and access.keys_path is not None:
+            self._access = Access(access.keys_path, access.default_max_tokens, _connect_budgets)
+        self._cors_origins = () if access is None else access.cors_origins
         self._admin = (
             None
             if admin_key is None
@@ -73,7 +95,14 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the ASGI application; Serve asks for it in the replica."""
-        return build_http_app(self._service, self._admin)
+        return build_http_app(
+            self._service,
+            self._tokenizers,
+            self._admin,
+            access=self._access,
+            cors_origins=self._cors_origins,
+            is_behind_serve=_is_serve_replica(),
+        )
 
     async def chat(self, body: Body) -> Body:
         """Answer a chat request whole.
@@ -144,7 +173,10 @@ class Ingress:
         Returns:
             How many did not finish in time.
         """
-        return await self._service.drain(grace_s)
+        num_cut = await self._service.drain(grace_s)
+        if self._access is not None:
+            await self._access.close()
+        return num_cut
 
     async def _collect(self, body: Body, *, is_chat: bool) -> Body:
         job = await self._make_job(body, is_chat=is_chat, is_stream=False)
@@ -168,6 +200,19 @@ class Ingress:
             if not is_stream:
                 body.pop("stream_options", None)
         return await self._service.make_job(body, is_chat=is_chat)
+
+
+def _connect_budgets(is_successor: bool) -> Budgets:
+    application = serve.get_replica_context().app_name
+    return connect_budgets(application, is_successor=is_successor)
+
+
+def _is_serve_replica() -> bool:
+    try:
+        serve.get_replica_context()
+    except RayServeException:
+        return False
+    return True
 
 
 def _tell_ignored(job: Job) -> Body:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import AsyncGenerator, Coroutine
 from pathlib import Path
@@ -17,11 +18,14 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
+from deployments.adapter_metrics import AdapterMetrics, AdapterReading
 from deployments.admin_service import AdapterAction
 from deployments.calls import GenerationCall, to_generation_request
 from deployments.encoding import encode_messages
 from deployments.records import Message
 from deployments.refusal_log import quiet_refusals
+from deployments.tokenizer_calls import DetokenizeCall, TokenizeCall, TokensRecord
+from deployments.tokenizer_desk import TokenizerDesk
 from models.config import EngineConfig
 from models.text.bad_words import encode_bad_words
 
@@ -63,8 +67,15 @@ class ModelReplica:
         self._engine: AsyncEngine = build_engine(
             config, cache_folder=folder, progress=_report_progress
         )
+        self._tokenizers = TokenizerDesk(self._engine.text, self._engine.adapters)
         self._is_stopped = False
         self._engine.start()
+        # Of the engine, not of this object: whoever lets go of it must find nothing that holds it.
+        self._metrics = AdapterMetrics(
+            config.model.model_id, functools.partial(_read_adapters, self._engine)
+        )
+        if config.adapters.is_enabled:
+            self._metrics.start()
 
     async def generate(self, call: GenerationCall) -> AsyncGenerator[Message, None]:
         """Yield the messages of one prompt; ``deployments.records`` has their schema.
@@ -86,10 +97,21 @@ class ModelReplica:
             bad_words_token_ids=bad_words_token_ids,
             default_timeout_s=self._default_timeout_s,
         )
-        async with contextlib.aclosing(self._engine.generate(request)) as batches:
+        # An adapter may spell its tokens in its own way.
+        spellers = [text]
+        batches = self._engine.generate(request, tell_text=spellers.append)
+        async with contextlib.aclosing(batches):
             async for events in batches:
-                for message in encode_messages(events, text):
+                for message in encode_messages(events, spellers[-1]):
                     yield message
+
+    async def tokenize(self, call: TokenizeCall) -> TokensRecord:
+        """Return the token ids of a prompt; raises as ``TokenizerDesk.tokenize`` does."""
+        return await self._tokenizers.tokenize(call)
+
+    async def detokenize(self, call: DetokenizeCall) -> str:
+        """Return the text of token ids; raises as ``TokenizerDesk.detokenize`` does."""
+        return await self._tokenizers.detokenize(call)
 
     async def list_adapters(self) -> list[str]:
         """Return the ids of the adapters that can be named, sorted and bounded."""
@@ -151,7 +173,18 @@ class ModelReplica:
         if getattr(self, "_is_stopped", True):
             return None
         self._is_stopped = True
+        self._metrics.stop()
+        self._tokenizers.close()
         return self._engine.shutdown(drain_timeout_s=0.0)
+
+
+def _read_adapters(engine: AsyncEngine) -> AdapterReading:
+    adapters = engine.adapters
+    return AdapterReading(
+        totals=adapters.totals(),
+        host_bytes=adapters.host_bytes,
+        num_resident=len(engine.stats().resident_adapters),
+    )
 
 
 def _replica_id() -> str:

@@ -34,12 +34,14 @@ class ReplyHead:
         created: Unix time in seconds.
         model: the model's id.
         system_fingerprint: equal strings come from equal arithmetic.
+        extras: further fields that the whole answer has, and of a stream the first event.
     """
 
     id: str
     created: int
     model: str
     system_fingerprint: str
+    extras: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(slots=True)
@@ -115,7 +117,8 @@ class _ChatReply:
         self._form = form
 
     def opening(self, choice: int) -> Event | None:
-        return self._chunk(choice, {"role": "assistant", "content": ""})
+        event = self._chunk(choice, {"role": "assistant", "content": ""})
+        return {**event, **self._head.extras} if choice == 0 else event
 
     def delta(self, choice: int, text: str, logprobs: Sequence[LogprobRecord]) -> Event:
         return self._chunk(choice, {"content": text}, self._logprobs(logprobs))
@@ -156,6 +159,7 @@ class _ChatReply:
             ],
             "usage": _usage_object(usage),
             **_prompt_fields(self._form, prompt),
+            **self._head.extras,
         }
 
     def _chunk(self, choice: int, delta: Event, logprobs: Event | None = None) -> Event:
@@ -220,6 +224,7 @@ class _CompletionReply:
             "choices": told,
             "usage": _usage_object(usage),
             **(own_fields[0] if len(prompts) == 1 else {}),
+            **self._head.extras,
         }
 
     def _chunk(self, choice: int, text: str, logprobs: Event | None) -> Event:
@@ -283,4 +288,9 @@ def _usage_object(usage: UsageRecord) -> Mapping[str, Any]:
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage["num_cached_tokens"]},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+        # DigitalOcean's names. Nothing is charged for what is kept, and it is kept for no set time.
+        "cache_created_input_tokens": 0,
+        "cache_read_input_tokens": usage["num_cached_tokens"],
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
     }

@@ -6,22 +6,30 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from deployments.adapter_catalogues import AdapterCatalogues
 from deployments.answers import AnswerCollector, AnswerEvents
+from deployments.api_keys import EVERYTHING, Grants
 from deployments.calls import PromptRecord
-from deployments.generation import GenerateHandle, Generation
+from deployments.generation import GenerateHandle
 from deployments.http_errors import PROMPT_PARAM
+from deployments.limits import RequestLimits
 from deployments.logprob_objects import PromptResult
+from deployments.metering import Meter, MeteredGeneration
 from deployments.model_directory import ModelDirectory
 from deployments.open_requests import OpenRequests
+from deployments.prompt_log import LoggedGeneration, OpenGeneration, PromptLog
 from deployments.records import AdmissionRecord
 from deployments.responses import Event, Reply, ReplyHead, make_fingerprint, make_reply
 from deployments.translate import Job, make_chat_job, make_completion_job
-from deployments.wire import parse_chat_request, parse_completion_request
+from deployments.wire import (
+    ChatRequest,
+    CompletionRequest,
+    parse_chat_request,
+    parse_completion_request,
+)
 from models.errors import EngineDeadError, InvalidRequestError
 
 _HEALTH_TIMEOUT_S = 5.0
@@ -40,6 +48,7 @@ class ServiceLimits:
         max_body_bytes: largest request body.
         header_wait_s: seconds to wait for a stream's admission before headers go out.
         keepalive_s: seconds of silence after which a stream gets a comment.
+        request: what one request may ask for.
     """
 
     probed_model_ids: tuple[str, ...]
@@ -47,6 +56,7 @@ class ServiceLimits:
     max_body_bytes: int
     header_wait_s: float
     keepalive_s: float
+    request: RequestLimits = dataclasses.field(default_factory=RequestLimits)
 
 
 class ModelHandle(Protocol):
@@ -86,6 +96,7 @@ class GenerationService:
         handles: Mapping[str, ModelHandle],
         draw_seed: Callable[[], int],
         now_s: Callable[[], int],
+        prompt_log: PromptLog | None = None,
     ) -> None:
         """Prepare the handles.
 
@@ -94,8 +105,10 @@ class GenerationService:
             handles: model id -> handle of its deployment.
             draw_seed: gives seeds in [0, 2**63) to requests without one.
             now_s: Unix time in seconds.
+            prompt_log: for requests that agree to it; None writes nothing.
         """
         self.limits = limits
+        self._prompt_log = prompt_log
         # Options make a new handle each time, so each is made once. By value over gRPC, a message
         # costs less than half of one that goes through Ray's object store.
         self._generate: dict[str, GenerateHandle] = {
@@ -124,34 +137,75 @@ class GenerationService:
         self.directory = ModelDirectory(tuple(handles), catalogues, now_s())
         self._open_requests = OpenRequests()
 
-    async def make_job(self, body: object, *, is_chat: bool) -> Job:
+    async def make_job(
+        self,
+        body: object,
+        *,
+        is_chat: bool,
+        is_agent: bool = False,
+        grants: Grants = EVERYTHING,
+    ) -> Job:
         """Validate a request.
 
         Args:
             body: its JSON as Python objects.
             is_chat: a chat request, else a completion request.
+            is_agent: a chat request for an agent (DigitalOcean's ``agent=true``): see
+                ``ModelDirectory.select``, and some zeros count as absent.
+            grants: what the caller may name.
 
         Raises:
             InvalidRequestError, InvalidSamplingParamsError: naming the field.
             ModelNotFoundError: ``model`` names nothing that is served.
             EngineDeadError: ``model`` names an adapter, and a model does not tell which it has.
+            ModelNotAllowedError, AdapterNotAllowedError: it is not for this caller.
         """
         key = uuid.uuid4().hex
         if is_chat:
-            chat = parse_chat_request(body)
-            selection = await self.directory.select(chat.model, chat.adapter_selector)
+            chat = parse_chat_request(body, is_agent=is_agent)
+            self._check_limits(chat, body)
+            selection = await self.directory.select(
+                chat.model, chat.adapter_selector, is_agent=is_agent, grants=grants
+            )
             return make_chat_job(chat, selection, key, self._draw_seed)
         completion = parse_completion_request(body)
-        selection = await self.directory.select(completion.model, completion.adapter_selector)
+        self._check_limits(completion, body)
+        selection = await self.directory.select(
+            completion.model, completion.adapter_selector, grants=grants
+        )
         return make_completion_job(completion, selection, key, self._draw_seed)
 
-    def open(self, job: Job) -> AbstractContextManager[Generation]:
+    def _check_limits(self, request: ChatRequest | CompletionRequest, body: object) -> None:
+        self.limits.request.check(request)
+        self.limits.request.check_depth(body)
+
+    @contextlib.contextmanager
+    def open(self, job: Job, meter: Meter | None = None) -> Iterator[OpenGeneration]:
         """Prepare the calls of a job; they are cancelled when the context is left.
+
+        Args:
+            job: of the request.
+            meter: counts its tokens, if anybody wants that.
 
         Raises:
             DrainingError: this replica stops.
         """
-        return self._open_requests.open(self._generate[job.model_id], job.calls)
+        with self._open_requests.open(self._generate[job.model_id], job.calls) as opened:
+            generation: OpenGeneration = opened
+            if meter is not None:
+                generation = MeteredGeneration(opened, meter)
+            if self._prompt_log is None or not job.is_prompt_logged:
+                yield generation
+                return
+            logged = LoggedGeneration(generation, job)
+            outcome = "complete"
+            try:
+                yield logged
+            except BaseException as error:
+                outcome = type(error).__name__
+                raise
+            finally:
+                self._prompt_log.write(logged, outcome)
 
     def make_reply(self, job: Job, admission: AdmissionRecord) -> Reply:
         """Return the builder of the answer of an admitted job."""
@@ -160,16 +214,21 @@ class GenerationService:
             created=self._now_s(),
             model=job.model_name,
             system_fingerprint=make_fingerprint(admission["numerics"]),
+            extras=job.extras,
         )
         return make_reply(head, job.form)
 
-    async def collect(self, job: Job) -> Answer:
+    async def collect(self, job: Job, meter: Meter | None = None) -> Answer:
         """Return the whole answer.
+
+        Args:
+            job: of the request.
+            meter: see ``open``.
 
         Raises:
             ModelServiceError, SamplingError: whatever ended the generation.
         """
-        with self.open(job) as generation:
+        with self.open(job, meter) as generation:
             admissions = await generation.admit()
             reply = self.make_reply(job, admissions[0])
             collector = AnswerCollector(reply, job.form, begin_prompts(job, admissions))
@@ -228,7 +287,10 @@ class GenerationService:
 
     async def drain(self, grace_s: float) -> int:
         """Refuse new requests and end the open ones in order; return how many were cut."""
-        return await self._open_requests.drain(grace_s)
+        num_cut = await self._open_requests.drain(grace_s)
+        if self._prompt_log is not None:
+            await asyncio.to_thread(self._prompt_log.close)
+        return num_cut
 
 
 def begin_prompts(job: Job, admissions: Sequence[AdmissionRecord]) -> list[PromptResult]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deployments.answer_form import AnswerForm
-from deployments.calls import GenerationCall, PromptRecord
+from deployments.calls import ChatPromptRecord, GenerationCall, PromptRecord
 from deployments.http_errors import PROMPT_PARAM
 from deployments.model_directory import Selection
 from deployments.wire import ChatRequest, CompletionRequest, GenerationFields
@@ -43,6 +43,8 @@ class Job:
         form: how the answer is told.
         is_stream: answer as a stream of events.
         param_names: what the request calls fields that the engine knows by other names.
+        extras: further fields of the answer, as the request brought or asked for them.
+        is_prompt_logged: the caller agrees to have prompt and answer written to a log.
         ignored_fields: fields of the request that have no effect, as they are told.
     """
 
@@ -53,6 +55,8 @@ class Job:
     form: AnswerForm
     is_stream: bool
     param_names: Mapping[str, str]
+    extras: Mapping[str, Any]
+    is_prompt_logged: bool
     ignored_fields: tuple[str, ...]
 
 
@@ -70,13 +74,15 @@ def make_chat_job(
     Raises:
         InvalidSamplingParamsError: a sampling parameter is out of range.
     """
-    messages = [
-        message.model_dump(exclude_none=True, include=_MESSAGE_FIELDS)
-        for message in request.messages
-    ]
-    return _make_job(
-        request, selection, f"chatcmpl-{key}", draw_seed, [{"kind": "chat", "messages": messages}]
+    prompt = ChatPromptRecord(
+        kind="chat",
+        messages=[message.to_template() for message in request.messages],
+        add_generation_prompt=request.opens_new_turn,
+        continue_final_message=request.continue_final_message,
+        template_variables=dict(request.chat_template_kwargs),
     )
+    job = _make_job(request, selection, f"chatcmpl-{key}", draw_seed, [prompt])
+    return dataclasses.replace(job, extras={**job.extras, **request.agent_reports})
 
 
 def make_completion_job(
@@ -93,11 +99,8 @@ def make_completion_job(
     Raises:
         InvalidSamplingParamsError: a sampling parameter is out of range.
     """
-    prompts = [_to_prompt_record(item) for item in request.prompt]
+    prompts = [_to_prompt_record(item, request) for item in request.prompt]
     return _make_job(request, selection, f"cmpl-{key}", draw_seed, prompts)
-
-
-_MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "reasoning_content"}
 
 
 def _make_job(
@@ -136,7 +139,7 @@ def _make_job(
     )
     return Job(
         response_id=response_id,
-        model_name=request.model,
+        model_name=selection.model_id if selection.is_default else request.model,
         model_id=selection.model_id,
         calls=calls,
         form=form,
@@ -145,6 +148,8 @@ def _make_job(
             PROMPT_PARAM: request.prompt_param,
             "n": "n" if form.num_candidates == form.num_choices else "best_of",
         },
+        extras={} if request.metadata is None else {"metadata": dict(request.metadata)},
+        is_prompt_logged=request.log_prompt,
         ignored_fields=request.ignored_fields,
     )
 
@@ -180,7 +185,12 @@ def _sampling(
     return values
 
 
-def _to_prompt_record(item: PromptItem) -> PromptRecord:
+def _to_prompt_record(item: PromptItem, request: CompletionRequest) -> PromptRecord:
     if isinstance(item, str):
-        return {"kind": "text", "text": item}
+        return {
+            "kind": "text",
+            "text": item,
+            "add_special_tokens": request.add_special_tokens,
+            "suffix": request.suffix,
+        }
     return {"kind": "tokens", "token_ids": list(item)}

@@ -42,7 +42,8 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "merged_adapters": _NEVER,
     "adapter_source": _NEVER,
     "lora": _EMPTY,
-    "logprob_token_ids": _EMPTY,
+    # OctoAI's nested object of before ``peft``: adapters, and fields that are now beside it
+    "octoai": _EMPTY,
     # prompt and template; only completions echo
     "echo": _OFF,
     "suffix": _EMPTY,
@@ -53,7 +54,7 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "tool_prompt": _EMPTY,
     "add_generation_prompt": (True,),
     "continue_final_message": _OFF,
-    "add_special_tokens": (True,),
+    "add_special_tokens": _OFF,
     "truncate_prompt_tokens": _NEVER,
     "truncate": _NEVER,
     # sampling
@@ -67,14 +68,26 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "samplers": _NEVER,
     "watermark": _OFF,
     "do_sample": (True,),
+    "ignore_eos_token": _OFF,
     # length under other names
     "n_predict": _NEVER,
     "max_new_tokens": _NEVER,
-    # reasoning
+    "t_max_predict_ms": _ZERO,
+    # reasoning: nothing is taken out of the text
     "reasoning_effort": ("none",),
     "thinking_token_budget": _NEVER,
+    "include_reasoning": (True,),
+    "separate_reasoning": _OFF,
+    "stream_reasoning": (True,),
+    "reasoning_format": ("none", "auto"),
     # form of the answer
     "n_probs": _ZERO,
+    "logprob_token_ids": _EMPTY,
+    "details": _OFF,
+    "response_fields": _EMPTY,
+    "no_stop_trim": _OFF,
+    "verbosity": ("medium",),
+    "moderation": _NEVER,
     "return_token_ids": _OFF,
     "return_tokens_as_token_ids": _OFF,
     "return_full_text": _OFF,

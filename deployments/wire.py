@@ -9,33 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PlainValidator, ValidationError, model_validator
 
 from deployments.adapter_names import AdapterSelector, read_selectors
+from deployments.agent_fields import AgentFields, read_agent_body
 from deployments.answer_form import LogprobScope
+from deployments.messages import ChatMessage
 from deployments.unsupported import find_ignored, refuse_unsupported
+from deployments.wire_model import WireModel
 from deployments.wire_values import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
     MAX_CHOICES,
+    MAX_FIELDS,
     MAX_MESSAGES,
     PromptItem,
     explain,
-    read_content,
     read_logit_bias,
     read_metadata,
     read_prompts,
     read_stop,
-    wire_error,
+    read_template_variables,
 )
 from models.errors import InvalidRequestError
 from sampling.params import MAX_TOP_LOGPROBS
@@ -53,37 +48,15 @@ LogitBias = Annotated[tuple[tuple[int, float], ...], PlainValidator(read_logit_b
 Stop = Annotated[tuple[str, ...], PlainValidator(read_stop)]
 Metadata = Annotated[Mapping[str, str], PlainValidator(read_metadata)]
 Prompts = Annotated[tuple[PromptItem, ...], PlainValidator(read_prompts)]
-Content = Annotated[str, PlainValidator(read_content)]
-
-
-class WireModel(BaseModel):
-    """What all parts of a request share."""
-
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
+TemplateVariables = Annotated[Mapping[str, Any], PlainValidator(read_template_variables)]
 
 
 class StreamOptions(WireModel):
     """``stream_options``."""
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
-
-
-class ChatMessage(WireModel):
-    """One message; several text parts have become one text."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Content
-    name: str | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: Any = None
-
-    @field_validator("tool_calls")
-    @classmethod
-    def _refuse_tool_calls(cls, value: Any) -> None:
-        if value:
-            raise wire_error("tool calls are not supported by this server")
 
 
 class GenerationFields(WireModel):
@@ -135,7 +108,9 @@ class GenerationFields(WireModel):
     allowed_token_ids: (
         Annotated[list[TokenId], Field(max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True)] | None
     ) = None
-    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] = []
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] = Field(
+        default_factory=list
+    )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -150,6 +125,7 @@ class GenerationFields(WireModel):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     timeout_s: Annotated[float, Field(gt=0, le=_MAX_TIMEOUT_S)] | None = None
+    log_prompt: bool = False
     user: str | None = None
     metadata: Metadata | None = None
 
@@ -239,8 +215,12 @@ class GenerationFields(WireModel):
         return find_ignored(self.model_extra or {})
 
 
-class ChatRequest(GenerationFields):
+class ChatRequest(GenerationFields, AgentFields):
     """Body of POST /v1/chat/completions.
+
+    ``continue_final_message`` leaves the last message open for the model to go on with;
+    ``add_generation_prompt`` (the default) opens a new turn; they exclude each other.
+    ``chat_template_kwargs`` are further variables of the chat template.
 
     ``logprobs`` is a boolean and nothing else: a client that sends 1 means the completions' number
     (OctoAI's evaluation client does so, and asks there), so it is refused rather than guessed.
@@ -253,6 +233,17 @@ class ChatRequest(GenerationFields):
     ]
     logprobs: bool = False
     top_logprobs: NumTopLogprobs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_final_message(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message", "is not allowed with add_generation_prompt=true"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
@@ -265,6 +256,18 @@ class ChatRequest(GenerationFields):
         """How many alternatives are reported per token; None reports no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def opens_new_turn(self) -> bool:
+        """Whether the prompt ends with the opening of the assistant's turn."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """Names of fields of the request that have no effect, as they are told."""
+        return (*self.agent_fields_without_effect, *super().ignored_fields)
+
 
 class CompletionRequest(GenerationFields):
     """Body of POST /v1/completions.
@@ -273,6 +276,8 @@ class CompletionRequest(GenerationFields):
     its prompt (a text as it was sent, token ids as the tokenizer spells them), and with
     ``logprobs`` besides, its log probabilities begin with the prompt's: in OpenAI's lists null for
     the first token, which ``content`` leaves out. With ``echo`` a limit of 0 new tokens is allowed.
+    ``add_special_tokens`` puts what the tokenizer begins a text with (BOS) before a prompt of text.
+    With ``suffix`` a model that has tokens for it fills in what is between prompt and suffix.
     """
 
     prompt_param: ClassVar[str] = "prompt"
@@ -282,6 +287,8 @@ class CompletionRequest(GenerationFields):
     max_completion_tokens: Annotated[int, Field(ge=0, le=_INT32_MAX)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=_MAX_COMPLETION_LOGPROBS)] | None = None
     echo: bool = False
+    add_special_tokens: bool = True
+    suffix: str = ""
 
     @model_validator(mode="after")
     def _check_choices(self) -> Self:
@@ -292,6 +299,14 @@ class CompletionRequest(GenerationFields):
                 f"{len(self.prompt)} prompts with {self.num_candidates} choices each make "
                 f"{num_choices}; at most {MAX_CHOICES} are allowed",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_suffix(self) -> Self:
+        if self.suffix and self.echo:
+            raise InvalidRequestError("suffix", "is not allowed with echo=true")
+        if self.suffix and not all(isinstance(item, str) for item in self.prompt):
+            raise InvalidRequestError("suffix", "is only allowed with prompts of text")
         return self
 
     @model_validator(mode="after")
@@ -315,15 +330,19 @@ class CompletionRequest(GenerationFields):
 _Request = TypeVar("_Request", bound=GenerationFields)
 
 
-def parse_chat_request(body: object) -> ChatRequest:
+def parse_chat_request(body: object, *, is_agent: bool = False) -> ChatRequest:
     """Validate the body of a chat request.
 
     Args:
         body: what JSON gave.
+        is_agent: it is for an agent (DigitalOcean's ``agent=true``): some zeros count as absent,
+            and ``model`` may be.
 
     Raises:
         InvalidRequestError: naming the first field that is wrong.
     """
+    if is_agent and isinstance(body, dict):
+        body = read_agent_body(body)
     return _parse(ChatRequest, body)
 
 
@@ -342,6 +361,10 @@ def parse_completion_request(body: object) -> CompletionRequest:
 def _parse(kind: type[_Request], body: object) -> _Request:
     if not isinstance(body, dict):
         raise InvalidRequestError("", "the request body must be a JSON object")
+    if len(body) > MAX_FIELDS:
+        raise InvalidRequestError(
+            "", f"the request body has {len(body)} fields; at most {MAX_FIELDS} are allowed"
+        )
     fields = {name: value for name, value in body.items() if value is not None}
     if not all(isinstance(name, str) for name in fields):
         raise InvalidRequestError("", "the names of all fields must be strings")

@@ -6,7 +6,7 @@ Each reader takes what JSON gave and returns one form, or raises a sentence for 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,6 +16,8 @@ from models.errors import InvalidRequestError
 
 # One request may ask for this many choices, over all of its prompts.
 MAX_CHOICES = 128
+# Of a request body, known or not: all APIs together have fewer.
+MAX_FIELDS = 256
 MAX_MESSAGES = 10_000
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -24,6 +26,9 @@ MAX_ALLOWED_TOKEN_IDS = 65_536
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_METADATA_PAIRS = 16
+MAX_TOOL_CALLS = 128
+MAX_TEMPLATE_VARIABLES = 64
+MAX_TEMPLATE_VARIABLE_DEPTH = 16
 MAX_METADATA_KEY_CHARACTERS = 64
 MAX_METADATA_VALUE_CHARACTERS = 512
 
@@ -139,13 +144,13 @@ def _read_token_ids(items: Sequence[Any], path: str) -> tuple[int, ...]:
     return tuple(items)
 
 
-def read_content(value: Any) -> str:
+def read_content(value: Any) -> str | None:
     """Read the content of a message: a text, or a list of text parts, which become lines.
 
     Raises:
         PydanticCustomError: another type, or a part that is not text.
     """
-    if isinstance(value, str):
+    if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise wire_error("must be a string or a list of text parts")
@@ -164,6 +169,34 @@ def _read_part(part: Any, path: str) -> str:
     if not isinstance(text, str):
         raise wire_error("must be a string", f"{path}.text")
     return text
+
+
+def read_template_variables(value: Any) -> Mapping[str, Any]:
+    """Read ``chat_template_kwargs``: few variables, not nested deeply.
+
+    Which names are reserved the template knows.
+
+    Raises:
+        PydanticCustomError: the wrong type, too many, or nested too deeply.
+    """
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise wire_error("must be an object of variables")
+    if len(value) > MAX_TEMPLATE_VARIABLES:
+        raise wire_error(
+            f"has {len(value)} variables; at most {MAX_TEMPLATE_VARIABLES} are allowed"
+        )
+    level: list[Any] = [value]
+    for _ in range(MAX_TEMPLATE_VARIABLE_DEPTH):
+        level = [item for holder in level for item in _items(holder)]
+    if level:
+        raise wire_error(f"is nested more than {MAX_TEMPLATE_VARIABLE_DEPTH} levels deep")
+    return value
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def explain(error: ValidationError) -> InvalidRequestError:

@@ -134,6 +134,8 @@ def _describe() -> str:
         f"sample greedily. The softmax of a row has an entropy of {peaked[0]:.1f} to "
         f"{peaked[1]:.1f} nats, that of a wide nucleus {wide[0]:.1f} to {wide[1]:.1f}. Everything "
         "on: temperature, top_k, top_p, min_p, typical_p, all three penalties, bias, bad words, "
-        "min_tokens and logprobs 5. Python of one more row: what it costs where the vocabulary "
-        "has 64 tokens, with the tensor work of those."
+        "min_tokens and logprobs 5. Python of one more row: all of the step but the draw and the "
+        "sums of log probabilities, which are tensor work and are left out; the processors' "
+        "tensors, over 64 tokens, are in it. For greedy rows transformers has no processor: the "
+        "figure is that of an argmax for each row."
     )

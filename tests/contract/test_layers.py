@@ -16,8 +16,11 @@ TORCH_FREE = (
     "models.config",
     "models.errors",
     "models.requests",
+    "models.adapters.meter",
+    "models.adapters.remote_source",
     "models.kv_cache.ledger",
     "models.scheduling.scheduler",
+    "models.text.template_worker",
     "sampling.errors",
     "sampling.params",
 )

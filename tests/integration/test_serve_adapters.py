@@ -265,3 +265,28 @@ def test_an_operator_is_told_of_an_adapter_that_is_not_there(client):
 
     assert missing.status_code == 404
     assert keyless.status_code == 401
+
+
+def test_what_adapters_were_used_for_is_exported_as_metrics(client, workshop, answers):
+    import ray
+
+    complete(client, workshop, peft="red")
+    (node,) = ray.nodes()
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+
+    def read(name, adapter):
+        """Return the sum over replicas; 0 while there is none."""
+        return sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in httpx.get(url, timeout=LIMIT_S).text.splitlines()
+            if line.startswith(f"ray_medley_adapter_{name}_total{{")
+            and f'adapter="{adapter}"' in line
+            and f'model="{TINY_ID}"' in line
+        )
+
+    # A replica, and Ray behind it, tell their metrics every few seconds.
+    wait_for(lambda: read("requests", "red") > 0, limit_s=60)
+    assert read("generated_tokens", "red") >= NUM_TOKENS
+    assert read("loads", "red") >= 1
+    assert read("load_seconds", "red") > 0
+    assert read("requests", "nobody") == 0

@@ -10,6 +10,7 @@ from ray.serve.exceptions import RequestCancelledError
 from deployments.admin_key import AdminKey
 from deployments.ingress import Ingress
 from deployments.service import ServiceLimits
+from models.errors import InvalidRequestError
 
 MODEL_ID = "tiny"
 NOW_S = 1_700_000_000
@@ -171,12 +172,16 @@ class FakeHandle:
         self.calls = []
         self.streams = []
         self.ping_error = None
+        self.tokenizer_calls = []
+        self.tokenizer_error = None
         self.all_options = []
 
     def options(self, **options):
         self.all_options.append(options)
         handles = {"ping": _PingHandle, "list_adapters": _ListHandle}
         method = options["method_name"]
+        if method in ("tokenize", "detokenize"):
+            return _TokenizerHandle(self, method)
         return self if method == "generate" else handles[method](self)
 
     def broadcast(self, method, *args):
@@ -197,6 +202,32 @@ class _PingHandle:
     async def remote(self):
         if self._model.ping_error is not None:
             raise self._model.ping_error
+
+
+class _TokenizerHandle:
+    """Tokens are the bytes of a text; a chat is the texts of its messages."""
+
+    def __init__(self, model, method):
+        self._model = model
+        self._method = method
+
+    async def remote(self, call):
+        self._model.tokenizer_calls.append(call)
+        if self._model.tokenizer_error is not None:
+            raise self._model.tokenizer_error
+        if self._method == "detokenize":
+            if max(call["token_ids"], default=0) > 255:
+                raise InvalidRequestError("prompt", "a token id is not in [0, 256)")
+            return bytes(call["token_ids"]).decode(errors="replace")
+        prompt = call["prompt"]
+        text = prompt["text"] if prompt["kind"] == "text" else _join(prompt["messages"])
+        token_ids = list(text.encode())
+        texts = [chr(token_id) for token_id in token_ids] if call["has_texts"] else None
+        return {"token_ids": token_ids, "texts": texts}
+
+
+def _join(messages):
+    return "".join(message["content"] for message in messages)
 
 
 class _ListHandle:
@@ -270,7 +301,7 @@ def read_json_events(text):
 class AsgiCall:
     """One request whose messages are seen as they come, and whose client can leave."""
 
-    def __init__(self, ingress, path, body):
+    def __init__(self, ingress, path, body, headers=()):
         self._app = ingress.__serve_build_asgi_app__()
         self._scope = {
             "type": "http",
@@ -282,7 +313,10 @@ class AsgiCall:
             "root_path": "",
             "scheme": "http",
             "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [
+                (b"content-type", b"application/json"),
+                *((name.encode(), value.encode()) for name, value in dict(headers).items()),
+            ],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 2),
         }

@@ -1,6 +1,7 @@
 """What the builder makes of a configuration. Starts nothing."""
 
 import json
+from pathlib import Path
 
 import pytest
 from ray import cloudpickle
@@ -8,6 +9,7 @@ from ray import cloudpickle
 from deployments.admin_key import AdminKey
 from deployments.app import build_app, make_deployment_name
 from deployments.config import ServiceConfig
+from deployments.prompt_log import PromptLogConfig
 from models.errors import ConfigError
 
 
@@ -127,13 +129,38 @@ def test_a_hub_id_is_left_to_the_replica():
 
 
 def test_a_folder_of_adapters_that_does_not_exist_stops_the_build_with_a_sentence(tmp_path):
-    for folder in (tmp_path / "none", "s3://bucket/adapters"):
+    for folder in (f"{tmp_path}/none", f"file://{tmp_path}/none"):
         with pytest.raises(ConfigError) as caught:
-            built(adapters=str(folder))
+            built(adapters=folder)
 
         assert caught.value.field == "adapters"
-        assert str(folder) in str(caught.value)
+        assert folder in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "hint"), [("nowhere://key:secret@bucket", "nowhere"), ("dropbox://a", "dropbox")]
+)
+def test_a_url_of_adapters_without_a_library_for_it_stops_the_build_with_a_sentence(url, hint):
+    with pytest.raises(ConfigError) as caught:
+        built(adapters=url)
+
+    assert caught.value.field == "adapters"
+    assert hint in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_url_or_the_hub_makes_a_model_one_with_adapters():
+    _, limits, _ = built(
+        models=[
+            {"model_id": "url", "adapters": "memory://adapters"},
+            {"model_id": "hub", "allow_hub_adapters": True},
+            {"model_id": "none"},
+        ]
+    )
+
+    assert limits.adapter_model_ids == ("url", "hub")
 
 
 def test_models_with_a_folder_of_adapters_are_known_to_the_ingress(tmp_path):
@@ -149,6 +176,16 @@ def test_the_ingress_gets_no_admin_key_but_its_digest():
     ingress, _, _ = built(admin_key="s3cret")
     without, _, _ = built()
 
-    assert ingress.init_kwargs == {"admin_key": AdminKey.of("s3cret")}
+    assert ingress.init_kwargs["admin_key"] == AdminKey.of("s3cret")
     assert b"s3cret" not in cloudpickle.dumps(ingress.init_kwargs)
-    assert without.init_kwargs == {"admin_key": None}
+    assert without.init_kwargs["admin_key"] is None
+
+
+def test_the_prompt_log_lies_in_the_cache_folder_unless_it_is_told_another():
+    default, _, _ = built(cache_folder="/c")
+    own, _, _ = built(prompt_log_folder="/p", prompt_log_max_bytes=5, prompt_log_num_kept=0)
+
+    assert default.init_kwargs["prompt_log"].folder == Path("/c/request_log")
+    assert own.init_kwargs["prompt_log"] == PromptLogConfig(
+        folder=Path("/p"), max_bytes=5, num_kept=0
+    )

@@ -19,6 +19,7 @@ from models.errors import ConfigError
 # (part of the core configuration, its field) -> the flat field, where the names differ
 RENAMED = {
     ("model", "path"): "model",
+    ("model", "is_batch_invariant"): "batch_invariant",
     ("kv_cache", "budget_bytes"): "kv_budget_bytes",
     ("adapters", "path"): "adapters",
     ("adapters", "max_rank"): "max_adapter_rank",
@@ -26,6 +27,11 @@ RENAMED = {
     ("adapters", "device_budget_bytes"): "adapter_device_budget_bytes",
     ("adapters", "host_budget_bytes"): "adapter_host_budget_bytes",
     ("adapters", "max_slot_wait_s"): "max_adapter_wait_s",
+    ("adapters", "check_interval_s"): "adapter_check_interval_s",
+    ("adapters", "download_budget_bytes"): "adapter_download_budget_bytes",
+    ("adapters", "is_hub_allowed"): "allow_hub_adapters",
+    ("adapters", "hub_revision"): "hub_adapter_revision",
+    ("adapters", "max_num_metered"): "max_num_metered_adapters",
 }
 PARTS = {
     "model": ModelConfig,
@@ -47,6 +53,8 @@ OTHER_VALUES = {
     "max_model_len_tokens": 99,
     "num_threads": 3,
     "chat_template": "{{ messages }}",
+    "attention_backend": "reference",
+    "batch_invariant": True,
     "kv_budget_bytes": 12345,
     "block_size_tokens": 8,
     "is_prefix_caching_enabled": False,
@@ -60,6 +68,12 @@ OTHER_VALUES = {
     "adapter_device_budget_bytes": 111,
     "adapter_host_budget_bytes": 222,
     "max_adapter_wait_s": 1.5,
+    "max_virtual_tokens": 9,
+    "adapter_check_interval_s": 2.5,
+    "adapter_download_budget_bytes": 333,
+    "allow_hub_adapters": True,
+    "hub_adapter_revision": "v2",
+    "max_num_metered_adapters": 4,
     "default_max_tokens": 11,
     "logits_processors": ("mine:One", "mine:Two"),
 }

@@ -63,6 +63,10 @@ async def test_a_chat_answer_has_every_key_that_clients_require():
         "completion_tokens": 2,
         "total_tokens": 5,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+        "cache_created_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
     }
 
 
@@ -283,9 +287,9 @@ async def test_a_request_without_a_seed_gets_a_drawn_one_and_a_seed_is_kept():
 
 
 async def test_fields_without_effect_are_named_in_a_header():
-    response, _ = await post(CHAT, chat_body(frobnicate=1, log_prompt=True, tools=[], user="u"))
+    response, _ = await post(CHAT, chat_body(frobnicate=1, store=True, tools=[], k=3, user="u"))
 
-    assert response.headers["x-medley-ignored-fields"] == "frobnicate, log_prompt"
+    assert response.headers["x-medley-ignored-fields"] == "k, frobnicate, store"
 
 
 async def test_the_header_of_ignored_fields_is_bounded_and_harmless():

@@ -119,6 +119,30 @@ async def test_log_probabilities_are_spelled(make_replica):
     assert all(logprob["token"] == f"<{logprob['token_id']}>" for logprob in logprobs)
 
 
+async def test_log_probabilities_are_spelled_as_the_adapter_spells_them(make_replica):
+    class OwnSpelling(Spelling):
+        def token_text(self, token_id):
+            return f"own {token_id}", b""
+
+    replica = make_replica()
+    generate = replica._engine.generate
+
+    async def generate_with_own_text(request, *, tell_text):
+        async for events in generate(request):
+            tell_text(OwnSpelling())
+            yield events
+
+    replica._engine.generate = generate_with_own_text
+    call = make_call(sampling={"temperature": 0.0, "num_top_logprobs": 0})
+
+    messages = await read(replica, call)
+
+    deltas = [record for message in messages for record in message if record["kind"] == "delta"]
+    tokens = {logprob["token"] for delta in deltas for logprob in delta["logprobs"]}
+    assert tokens
+    assert all(token.startswith("own ") for token in tokens)
+
+
 async def test_a_prompt_is_reported_and_scored_before_any_text(make_replica):
     runner = EchoRunner()
     call = make_call(
@@ -340,3 +364,15 @@ async def test_an_adapter_of_an_engine_without_adapters_is_unknown(make_replica)
     with pytest.raises(AdapterNotFoundError):
         await make_replica().act_on_adapter("load", "a")
     assert await make_replica().list_adapters() == []
+
+
+async def test_a_replica_makes_tokens_of_text_and_text_of_tokens(make_replica):
+    replica = make_replica()
+    call = {"prompt": {"kind": "text", "text": "ab"}, "adapter_id": None, "has_texts": True}
+
+    record = await replica.tokenize(call)
+
+    assert record == {"token_ids": [97, 98], "texts": ["<97>", "<98>"]}
+    assert await replica.detokenize({"token_ids": [97, 98], "adapter_id": None}) == "ab"
+    with pytest.raises(AdapterNotFoundError):
+        await replica.tokenize({**call, "adapter_id": "nobody"})
