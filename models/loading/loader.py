@@ -126,6 +126,8 @@ def discover_layers(model: PreTrainedModel) -> list[LayerShape]:
 class _Recorder:
     """An attention backend that attends to nothing and notes shapes."""
 
+    is_row_independent = True
+
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
 
