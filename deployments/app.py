@@ -91,6 +91,7 @@ def build_app(args: ServiceConfig) -> serve.Application:
         max_body_bytes=args.max_body_bytes,
         header_wait_s=args.header_wait_s,
         keepalive_s=args.keepalive_s,
+        validation_status=args.validation_status,
         request=args.request_limits,
     )
     secret = args.admin_key.get_secret_value()

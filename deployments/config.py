@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import PurePath
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -257,6 +257,7 @@ class ServiceConfig(ModelEntry):
         ingress_num_cpus: CPUs that Ray reserves for an ingress replica.
         max_body_bytes: largest request body. A call to a replica travels as one gRPC message,
             which Ray limits to 4 MiB by default.
+        validation_status: HTTP status of a request with a wrong value: 400, or OctoAI's 422.
         max_json_depth: objects and lists inside of each other in a request body.
         max_messages: most messages of a chat.
         max_stop_strings: most entries of ``stop``.
@@ -286,6 +287,7 @@ class ServiceConfig(ModelEntry):
     ingress_replicas: AtLeastOne = 1
     ingress_num_cpus: Share = 0.0
     max_body_bytes: AtLeastOne = 2 << 20
+    validation_status: Literal[400, 422] = 400
     max_json_depth: AtLeastOne = _LIMITS.max_json_depth
     max_messages: Annotated[int, Field(ge=1, le=_LIMITS.max_messages)] = _LIMITS.max_messages
     max_stop_strings: Annotated[int, Field(ge=0, le=_LIMITS.max_stop_strings)] = (

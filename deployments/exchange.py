@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deployments import sse
@@ -65,7 +66,7 @@ class GenerationExchange:
                 answer.body, [*self._headers, *_tell_version(answer.adapter_version)]
             )
         except Exception as error:  # noqa: BLE001 - the last resort: everything becomes an answer
-            response = make_error_response(error, self._request_id, self._job.param_names)
+            response = self._explain(error)
         await response(scope, receive, send)
 
     async def _answer_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,13 +77,21 @@ class GenerationExchange:
         except Exception as error:  # noqa: BLE001 - the last resort: everything becomes an answer
             param_names = self._job.param_names
             if not writer.is_started:
-                response = make_error_response(error, self._request_id, param_names)
+                response = self._explain(error)
                 await response(scope, receive, send)
                 return
             await writer.write_error(error, self._request_id, param_names)
         finally:
             writer.abandon()
         await writer.close()
+
+    def _explain(self, error: Exception) -> Response:
+        return make_error_response(
+            error,
+            self._request_id,
+            self._job.param_names,
+            self._service.limits.validation_status,
+        )
 
     async def _stream(self, generation: OpenGeneration, writer: EventStreamWriter) -> None:
         job = self._job

@@ -268,6 +268,7 @@ _STATUS_SLUGS: Mapping[HTTPStatus, str] = {
     HTTPStatus.REQUEST_TIMEOUT: "request_timeout",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "payload_too_large",
     HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "unsupported_media_type",
+    HTTPStatus.UNPROCESSABLE_ENTITY: "unprocessable_entity",
     HTTPStatus.TOO_MANY_REQUESTS: "too_many_requests",
     HTTPStatus.INTERNAL_SERVER_ERROR: "server_error",
     HTTPStatus.SERVICE_UNAVAILABLE: "service_unavailable",
@@ -303,12 +304,19 @@ class Problem:
             "request_id": request_id,
         }
         param = self.error["param"]
-        if self.status == HTTPStatus.BAD_REQUEST:
+        if self.status in (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY):
             location = ["body", *_split_param(param)]
             body["detail"] = [
                 {"loc": location, "msg": self.error["message"], "type": self.error["code"]}
             ]
         return orjson.dumps(body)
+
+    def with_validation_status(self, status: int) -> Problem:
+        """Return the problem with another status if it is that of a wrong value (OctoAI's 422)."""
+        is_validation = self.error["code"] == _INVALID_VALUE.code
+        if not is_validation or self.status != HTTPStatus.BAD_REQUEST:
+            return self
+        return dataclasses.replace(self, status=HTTPStatus(status))
 
     def to_event(self) -> bytes:
         """Return the JSON of the event that ends a stream."""

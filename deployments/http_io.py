@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from http import HTTPStatus
 from typing import Any
 
 import orjson
@@ -87,7 +88,10 @@ def make_json_response(body: Any, headers: Headers = ()) -> Response:
 
 
 def make_error_response(
-    error: Exception, request_id: str, param_names: Mapping[str, str] = DEFAULT_PARAM_NAMES
+    error: Exception,
+    request_id: str,
+    param_names: Mapping[str, str] = DEFAULT_PARAM_NAMES,
+    validation_status: int = HTTPStatus.BAD_REQUEST,
 ) -> Response:
     """Return the reply that tells an error; one of ours is written to the log.
 
@@ -95,8 +99,9 @@ def make_error_response(
         error: as caught, unwrapped from Ray's.
         request_id: appears in the reply and in the log.
         param_names: see ``describe_error``.
+        validation_status: of a wrong value.
     """
-    problem = describe_error(error, param_names)
+    problem = describe_error(error, param_names).with_validation_status(validation_status)
     if problem.is_fault_of_ours:
         _logger.error("request %s failed", request_id, exc_info=error)
     return Response(

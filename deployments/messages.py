@@ -52,7 +52,8 @@ class ToolCall(WireModel):
 class ChatMessage(WireModel):
     """One message; several text parts have become one text.
 
-    Only an assistant's message that calls tools may be without content.
+    Only an assistant's message that calls tools or refuses may be without content; a refusal's text
+    then takes its place. ``reasoning`` is vLLM's name of ``reasoning_content``.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -60,6 +61,8 @@ class ChatMessage(WireModel):
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
     tool_calls: (
         Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None
     ) = None
@@ -76,18 +79,23 @@ class ChatMessage(WireModel):
     def _check(self) -> Self:
         if self.tool_calls and self.role != "assistant":
             raise wire_error("only an assistant's message may have it", "tool_calls")
-        if self.content is None and not self.tool_calls:
+        is_refusal = self.role == "assistant" and self.refusal is not None
+        if self.content is None and not self.tool_calls and not is_refusal:
             raise wire_error("is required", "content")
+        if None not in (self.reasoning, self.reasoning_content) and (
+            self.reasoning != self.reasoning_content
+        ):
+            raise wire_error("differs from reasoning_content", "reasoning")
         return self
 
     def to_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it, without what is absent."""
         fields = {
             "role": self.role,
-            "content": self.content or "",
+            "content": self.content or self.refusal or "",
             "name": self.name,
             "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content,
+            "reasoning_content": self.reasoning_content or self.reasoning,
         }
         message: dict[str, Any] = {
             name: value for name, value in fields.items() if value is not None

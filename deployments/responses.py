@@ -184,8 +184,11 @@ class _CompletionReply:
         # choice -> where in its text the next token of a stream begins
         self._offsets: dict[int, TextOffsets] = {}
 
-    def opening(self, choice: int) -> Event | None:  # noqa: ARG002 - chats have one
-        return None
+    def opening(self, choice: int) -> Event | None:
+        # Only chats have one; here it is there if it has something to say.
+        if choice > 0 or not self._head.extras:
+            return None
+        return {**self._chunk(choice, "", None), **self._head.extras}
 
     def delta(self, choice: int, text: str, logprobs: Sequence[LogprobRecord]) -> Event:
         return self._chunk(choice, text, self._stream_logprobs(choice, logprobs))

@@ -90,11 +90,16 @@ def build_http_app(
         ("GET", DOCS_PATH, routes.get_docs),
         *((route.method, route.path, route.endpoint) for route in admin_routes),
     ]
+    status = service.limits.validation_status
     app = Starlette(
         routes=[
-            *(route for endpoint in endpoints for route in _make_routes(*endpoint)),
+            *(route for endpoint in endpoints for route in _make_routes(*endpoint, status)),
             # Its parameter takes whatever follows, slashes too.
-            Route(f"{MODELS_PATH}/{{model_id:path}}", _guard(routes.get_model), methods=["GET"]),
+            Route(
+                f"{MODELS_PATH}/{{model_id:path}}",
+                _guard(routes.get_model, status),
+                methods=["GET"],
+            ),
         ],
         # The outermost first.
         middleware=[
@@ -108,8 +113,10 @@ def build_http_app(
     return app
 
 
-def _make_routes(method: str, path: str, endpoint: Endpoint) -> Iterator[Route]:
-    guarded = _guard(endpoint)
+def _make_routes(
+    method: str, path: str, endpoint: Endpoint, validation_status: int
+) -> Iterator[Route]:
+    guarded = _guard(endpoint, validation_status)
     for spelling in (path, f"{path}/"):
         yield Route(spelling, guarded, methods=[method])
 
@@ -191,7 +198,7 @@ def _read_flag(request: Request, name: str, *, default: bool) -> bool:
     return flag
 
 
-def _guard(endpoint: Endpoint) -> Endpoint:
+def _guard(endpoint: Endpoint, validation_status: int) -> Endpoint:
     """Return the endpoint with its errors as answers."""
 
     @functools.wraps(endpoint)
@@ -202,7 +209,9 @@ def _guard(endpoint: Endpoint) -> Endpoint:
             # Nobody reads this.
             return Response(status_code=400)
         except Exception as error:  # noqa: BLE001 - the last resort: everything becomes an answer
-            return make_error_response(error, get_request_id(request))
+            return make_error_response(
+                error, get_request_id(request), validation_status=validation_status
+            )
 
     return guarded
 

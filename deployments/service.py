@@ -48,6 +48,7 @@ class ServiceLimits:
         max_body_bytes: largest request body.
         header_wait_s: seconds to wait for a stream's admission before headers go out.
         keepalive_s: seconds of silence after which a stream gets a comment.
+        validation_status: HTTP status of a request with a wrong value.
         request: what one request may ask for.
     """
 
@@ -56,6 +57,7 @@ class ServiceLimits:
     max_body_bytes: int
     header_wait_s: float
     keepalive_s: float
+    validation_status: int = 400
     request: RequestLimits = dataclasses.field(default_factory=RequestLimits)
 
 

@@ -119,7 +119,7 @@ def refuse_unsupported(body: Mapping[str, Any]) -> None:
     Raises:
         InvalidRequestError: naming a field that would change the answer.
     """
-    for field in _NEUTRAL_VALUES.keys() & body.keys():
+    for field in sorted(_NEUTRAL_VALUES.keys() & body.keys()):
         if not _is_neutral(field, body[field]):
             raise InvalidRequestError(field, "this value is not supported by this server")
 

@@ -70,6 +70,7 @@ BUILDER_ARGUMENTS = {
     "request_timeout_s",
     "shutdown_grace_s",
     "target_ongoing_requests",
+    "validation_status",
     "upscale_delay_s",
 }
 

@@ -1,5 +1,7 @@
 """What becomes of every field that clients of other servers know: the rows of docs/api.md."""
 
+import itertools
+
 import pytest
 
 from deployments.unsupported import _NEUTRAL_VALUES
@@ -289,13 +291,27 @@ async def test_every_role_reaches_the_template(role):
     ]
 
 
-@pytest.mark.parametrize("field", ["refusal", "reasoning", "frobnicate"])
+@pytest.mark.parametrize("field", ["refusal", "frobnicate"])
 async def test_a_field_of_a_message_that_is_not_read_is_left_out_of_the_prompt(field):
     answered = {"role": "assistant", "content": "x"}
     response, handle = await post(CHAT, chat_body(messages=[USER, {**answered, field: "y"}, USER]))
 
     assert response.status_code == 200
     assert handle.calls[0]["prompt"]["messages"] == [USER, answered, USER]
+
+
+async def test_a_refusal_takes_the_place_of_the_content_and_reasoning_has_two_names():
+    refused = {"role": "assistant", "content": None, "refusal": "No."}
+    thought = {"role": "assistant", "content": "x", "reasoning": "because"}
+    response, handle = await post(CHAT, chat_body(messages=[USER, refused, USER, thought, USER]))
+
+    assert response.status_code == 200
+    told = handle.calls[0]["prompt"]["messages"]
+    assert told[1] == {"role": "assistant", "content": "No."}
+    assert told[3] == {"role": "assistant", "content": "x", "reasoning_content": "because"}
+    disagreeing = {**thought, "reasoning_content": "for no reason"}
+    error = await refusal_of(CHAT, messages=[USER, disagreeing, USER])
+    assert error["param"] == "messages.1.reasoning"
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -307,7 +323,9 @@ async def test_a_user_is_checked_and_nothing_is_done_with_it(path):
     assert (await refusal_of(path, user=7))["param"] == "user"
 
 
-@pytest.mark.parametrize(("path", "is_stream"), [(CHAT, False), (CHAT, True), (COMPLETIONS, False)])
+@pytest.mark.parametrize(
+    ("path", "is_stream"), list(itertools.product([CHAT, COMPLETIONS], [False, True]))
+)
 async def test_metadata_is_told_again_in_the_answer(path, is_stream):
     response, _ = await post(path, body_of(path, metadata={"ticket": "7"}, stream=is_stream))
 

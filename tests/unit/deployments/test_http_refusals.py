@@ -257,6 +257,19 @@ async def test_too_many_candidates_are_refused_by_the_name_that_the_request_has_
     assert_problem(response, 400, "invalid_value", "best_of")
 
 
+async def test_a_wrong_value_is_a_422_for_clients_of_octoai_and_nothing_else_is():
+    limits = dataclasses.replace(LIMITS, validation_status=422)
+    ingress, _ = make_ingress(refuse_with(InvalidRequestError("n", "9 is too many")), limits=limits)
+    async with open_client(ingress) as client:
+        wrong = await client.post(CHAT, json=chat_body(temperature=9))
+        late = await client.post(CHAT, json=chat_body(n=9))
+        unknown = await client.post(CHAT, json=chat_body(model="nobody"))
+
+    assert (wrong.status_code, late.status_code, unknown.status_code) == (422, 422, 404)
+    assert wrong.json()["detail"][0]["loc"] == ["body", "temperature"]
+    assert wrong.json()["id"] == "unprocessable_entity"
+
+
 async def test_both_numbers_of_a_prompt_that_is_too_long_are_told():
     response, _ = await send(
         "POST", CHAT, refuse_with(PromptTooLongError(9001, 512)), json=chat_body()
