@@ -21,6 +21,7 @@ class ChatPromptRecord(TypedDict):
     add_generation_prompt: NotRequired[bool]
     continue_final_message: NotRequired[bool]
     template_variables: NotRequired[dict[str, Any]]
+    template: NotRequired[str]
 
 
 class TextPromptRecord(TypedDict):
@@ -114,6 +115,7 @@ def to_prompt(record: PromptRecord) -> Prompt:
             add_generation_prompt=record.get("add_generation_prompt", True),
             continue_final_message=record.get("continue_final_message", False),
             template_variables=record.get("template_variables", {}),
+            template=record.get("template", ""),
         )
     if record["kind"] == "text":
         return TextPrompt(

@@ -264,6 +264,8 @@ class ServiceConfig(ModelEntry):
         max_stop_characters: most characters of each of them.
         max_logit_biases: most entries of ``logit_bias``.
         max_metadata_pairs: most pairs of ``metadata``.
+        allow_request_chat_template: requests may bring a chat template of their own, which is
+            rendered in a limited process.
         max_request_tokens: most new tokens of one request: its choices times ``max_tokens``.
         header_wait_s: seconds to wait for a stream's admission before headers go out without it.
         keepalive_s: seconds of silence after which a stream gets a comment.
@@ -303,6 +305,7 @@ class ServiceConfig(ModelEntry):
         _LIMITS.max_metadata_pairs
     )
     max_request_tokens: AtLeastOne = _LIMITS.max_request_tokens
+    allow_request_chat_template: bool = _LIMITS.is_template_allowed
     header_wait_s: Seconds = 15.0
     keepalive_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
     shutdown_grace_s: Seconds = 30.0
@@ -352,7 +355,12 @@ class ServiceConfig(ModelEntry):
     def request_limits(self) -> RequestLimits:
         """What one request may ask for."""
         return RequestLimits(
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(RequestLimits)}
+            is_template_allowed=self.allow_request_chat_template,
+            **{
+                field.name: getattr(self, field.name)
+                for field in dataclasses.fields(RequestLimits)
+                if field.name.startswith("max_")
+            },
         )
 
     def check(self) -> None:

@@ -31,6 +31,7 @@ class RequestLimits:
         max_stop_characters: of each of them.
         max_logit_biases: entries of ``logit_bias``.
         max_metadata_pairs: of ``metadata``.
+        is_template_allowed: ``chat_template`` may take the place of the model's.
         max_request_tokens: new tokens of all choices of all prompts together, as far as the
             request names them (choices times ``max_tokens``).
     """
@@ -42,6 +43,7 @@ class RequestLimits:
     max_logit_biases: int = MAX_LOGIT_BIASES
     max_metadata_pairs: int = MAX_METADATA_PAIRS
     max_request_tokens: int = 1 << 18
+    is_template_allowed: bool = False
 
     def check_depth(self, body: object) -> None:
         """Check how deep a body is nested, unknown fields too.
@@ -76,6 +78,8 @@ class RequestLimits:
         }
         if isinstance(request, ChatRequest):
             counts["messages"] = (len(request.messages), self.max_messages, "messages")
+            if request.chat_template and not self.is_template_allowed:
+                raise InvalidRequestError("chat_template", "is not allowed by this server")
         for field, (count, limit, what) in counts.items():
             if count > limit:
                 raise InvalidRequestError(field, f"has {count} {what}; at most {limit} are allowed")

@@ -80,6 +80,7 @@ def make_chat_job(
         add_generation_prompt=request.opens_new_turn,
         continue_final_message=request.continue_final_message,
         template_variables=dict(request.chat_template_kwargs),
+        template=request.chat_template,
     )
     job = _make_job(request, selection, f"chatcmpl-{key}", draw_seed, [prompt])
     return dataclasses.replace(job, extras={**job.extras, **request.agent_reports})

@@ -24,6 +24,7 @@ from deployments.wire_values import (
     MAX_CHOICES,
     MAX_FIELDS,
     MAX_MESSAGES,
+    MAX_TEMPLATE_CHARACTERS,
     PromptItem,
     explain,
     read_logit_bias,
@@ -220,7 +221,8 @@ class ChatRequest(GenerationFields, AgentFields):
 
     ``continue_final_message`` leaves the last message open for the model to go on with;
     ``add_generation_prompt`` (the default) opens a new turn; they exclude each other.
-    ``chat_template_kwargs`` are further variables of the chat template.
+    ``chat_template_kwargs`` are further variables of the chat template; ``chat_template`` takes its
+    place, where the operator allows it.
 
     ``logprobs`` is a boolean and nothing else: a client that sends 1 means the completions' number
     (OctoAI's evaluation client does so, and asks there), so it is refused rather than guessed.
@@ -236,6 +238,7 @@ class ChatRequest(GenerationFields, AgentFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARACTERS)] = ""
 
     @model_validator(mode="after")
     def _check_final_message(self) -> Self:

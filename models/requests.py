@@ -54,12 +54,14 @@ class ChatPrompt:
         add_generation_prompt: open the assistant's turn at the end.
         continue_final_message: leave the last message open instead (excludes the former).
         template_variables: further variables of the template (never the template itself).
+        template: Jinja text in the place of the model's template, not trusted; "" keeps that.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    template: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,7 +112,7 @@ def build_adapter_desk(
         ConfigError: there is no such folder, or no library for the URL.
     """
     if not config.is_enabled:
-        return AdapterDesk(None, None, clock)
+        return AdapterDesk(None, None, clock, on_close=texts.close)
     facts = _facts_of(loaded, modules, config, model_config)
 
     def load(files: AdapterFiles) -> AdapterWeights:

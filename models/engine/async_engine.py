@@ -20,7 +20,7 @@ from models.engine.stats import EngineStats
 from models.engine.step_loop import StepLoop
 from models.engine.stream import EventStream, GatherPolicy
 from models.errors import DeadlineExceededError, QueueFullError
-from models.requests import GenerationEvent, GenerationRequest
+from models.requests import ChatPrompt, GenerationEvent, GenerationRequest
 from models.text_front import TextFront
 
 _logger = logging.getLogger(__name__)
@@ -222,6 +222,7 @@ class AsyncEngine:
         """Tokenise and check off the event loop."""
         loop = asyncio.get_running_loop()
         has_own_text = adapter is not None and adapter.text is not None
+        has_own_text |= isinstance(request.prompt, ChatPrompt) and bool(request.prompt.template)
         return await loop.run_in_executor(
             self._own_tokenizers if has_own_text else self._tokenizers,
             self._tokenize_and_prepare,

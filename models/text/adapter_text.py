@@ -77,10 +77,10 @@ class AdapterTexts:
 
         Args:
             base: of the model.
-            process: where templates are rendered; None makes one.
+            process: where templates are rendered; None takes the base's.
         """
         self._base = base
-        self._process = process or TemplateProcess()
+        self._process = process or base.template_process
         self._lock = threading.Lock()
         self._vocabulary: BaseVocabulary | None = None
         # sha256 of a tokenizer.json -> what it adds

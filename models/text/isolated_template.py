@@ -139,11 +139,11 @@ class TemplateProcess:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IsolatedTemplate:
-    """An adapter's chat template; renders as ``ChatTemplate`` does.
+    """A chat template of an adapter or a request; renders as ``ChatTemplate`` does.
 
     Attributes:
         process: where.
-        adapter_id: whose; errors name it.
+        adapter_id: whose; errors name it. "" is the request's own.
         source: Jinja text.
         special_tokens: variables such as ``bos_token`` that it may name.
     """
@@ -184,8 +184,10 @@ class IsolatedTemplate:
             raise self._error(str(error)) from error
 
     def _error(self, reason: str) -> ChatTemplateError:
-        return ChatTemplateError(f"{reason} (the template is that of adapter '{self.adapter_id}')")
+        owner = f"that of adapter '{self.adapter_id}'" if self.adapter_id else "the request's own"
+        return ChatTemplateError(f"{reason} (the template is {owner})")
 
 
 def _fields_of(prompt: ChatPrompt) -> dict[str, Any]:
-    return {field.name: getattr(prompt, field.name) for field in dataclasses.fields(prompt)}
+    fields = {field.name: getattr(prompt, field.name) for field in dataclasses.fields(prompt)}
+    return {**fields, "template": ""}

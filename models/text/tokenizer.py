@@ -16,6 +16,7 @@ from models.text.added_tokens import AddedToken
 from models.text.chat_template import ChatTemplate
 from models.text.detokenizer import IncrementalDetokenizer, SpellingTable
 from models.text.infill import find_infill_tokens
+from models.text.isolated_template import IsolatedTemplate, TemplateProcess
 
 # Stands for the assistant's words where the end of its turn is looked for.
 _WORDS = "medleywords"
@@ -68,6 +69,8 @@ class Text:
         self._template: TemplateRenderer | None = (
             ChatTemplate(source, self.special_tokens) if source is not None else None
         )
+        # Where templates of requests are rendered; it starts with the first of them.
+        self.template_process = TemplateProcess()
         self.eos_token_ids = frozenset(eos_token_ids) | self._tokenizer_eos() | self._turn_end()
 
     @classmethod
@@ -196,6 +199,9 @@ class Text:
         return data.decode(errors="replace"), data
 
     def _render(self, prompt: ChatPrompt) -> str:
+        if prompt.template:
+            own = IsolatedTemplate(self.template_process, "", prompt.template, self.special_tokens)
+            return own.render(prompt)
         if self._template is None:
             raise ChatTemplateError("this model has no chat template")
         return self._template.render(prompt)

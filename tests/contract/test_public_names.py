@@ -17,6 +17,7 @@ BUILDER_ARGUMENTS = {
     "adapters",
     "admin_key",
     "allow_hub_adapters",
+    "allow_request_chat_template",
     "api_keys_file",
     "attention_backend",
     "batch_invariant",

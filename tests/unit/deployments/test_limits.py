@@ -86,7 +86,11 @@ async def test_a_handles_caller_has_the_same_limits():
 
 
 def test_every_limit_is_a_setting_that_cannot_be_above_the_schemas_own():
+    assert ServiceConfig(allow_request_chat_template=True).request_limits.is_template_allowed
+    assert not ServiceConfig().request_limits.is_template_allowed
     for field in dataclasses.fields(RequestLimits):
+        if not field.name.startswith("max_"):
+            continue
         config = ServiceConfig(**{field.name: 1})
         assert getattr(config.request_limits, field.name) == 1
     with pytest.raises(ValueError, match="max_messages"):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from deployments.limits import RequestLimits
 from deployments.model_directory import Selection
 from deployments.translate import make_chat_job
 from deployments.wire import parse_chat_request
@@ -111,5 +112,12 @@ def test_template_variables_are_passed_on_within_bounds():
             assert refusal(USER, chat_template_kwargs=value).param == "chat_template_kwargs"
 
 
-def test_a_template_of_the_callers_own_is_refused():
-    assert refusal(USER, chat_template="{{ messages }}").param == "chat_template"
+def test_a_template_of_the_callers_own_is_passed_on_where_the_operator_allows_it():
+    request = parse_chat_request(chat_body(chat_template="{{ messages }}"))
+
+    RequestLimits(is_template_allowed=True).check(request)
+    assert prompt_of(USER, chat_template="{{ messages }}")["template"] == "{{ messages }}"
+    with pytest.raises(InvalidRequestError) as caught:
+        RequestLimits().check(request)
+    assert caught.value.param == "chat_template"
+    assert refusal(USER, chat_template="x" * 65_537).param == "chat_template"
