@@ -33,6 +33,10 @@ class ServingProcess:
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
         }
 
+    def processes(self):
+        """Return all processes of the service, this one's cluster and no other's."""
+        return self._tag.processes()
+
     def stats(self, model_id):
         """Return the state of a model's one engine."""
         self._process.stdin.write(f"{model_id}\n")

@@ -1,6 +1,7 @@
 """Keys and budgets over two ingress replicas of a real service, and the death of their actor."""
 
 import collections
+import contextlib
 import os
 import signal
 import time
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from deployments.api_keys import hash_key
-from tests.integration.conftest import run_service
+from tests.integration.serving import run_serving_process
 from tests.integration.tiny_service_model import TINY_ID, save_tiny_model
 
 pytestmark = pytest.mark.integration
@@ -53,7 +54,7 @@ def keyed(tmp_path_factory):
         "num_threads": 1,
         "num_cpus": 0.2,
     }
-    with run_service(arguments) as service:
+    with run_serving_process(arguments) as service:
         yield service, keys
 
 
@@ -68,12 +69,20 @@ def post(url, name, **fields):
     return httpx.post(url, json={**BODY, **fields}, headers=headers, timeout=LIMIT_S)
 
 
-def find_processes(title):
-    return [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if " ".join(process.cmdline()).startswith(title)
-    ]
+@pytest.fixture
+def find_processes(keyed):
+    """Find processes of this service by the beginning of their title."""
+    service, _ = keyed
+
+    def find(title):
+        found = []
+        for process in service.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if " ".join(process.cmdline()).startswith(title):
+                    found.append(process)
+        return found
+
+    return find
 
 
 def statuses(answers):
@@ -88,7 +97,7 @@ def test_a_key_is_wanted_and_the_health_check_wants_none(keyed, url):
     assert httpx.get(f"{service.url}/health", timeout=LIMIT_S).status_code == 200
 
 
-def test_both_replicas_together_serve_what_one_budget_allows(url):
+def test_both_replicas_together_serve_what_one_budget_allows(url, find_processes):
     answers = [post(url, "ten") for _ in range(30)]
 
     assert len(find_processes("ray::ServeReplica:medley:Ingress")) == NUM_INGRESSES
@@ -127,7 +136,7 @@ def test_one_running_request_at_a_time_means_in_all_replicas(url):
     assert after == 200
 
 
-def test_after_the_death_of_the_actor_the_budget_still_holds_and_nobody_fails(url):
+def test_after_the_death_of_the_actor_the_budget_still_holds_and_nobody_fails(url, find_processes):
     before = [post(url, "twenty") for _ in range(8)]
     (actor,) = find_processes("ray::BudgetActor")
 
@@ -150,7 +159,7 @@ def test_after_the_death_of_the_actor_the_budget_still_holds_and_nobody_fails(ur
     assert successor.pid != actor.pid
 
 
-def test_new_keys_hold_in_every_replica_without_a_restart(keyed, url):
+def test_new_keys_hold_in_every_replica_without_a_restart(keyed, url, find_processes):
     _, keys = keyed
     with_new_key = [*yaml.safe_load(keys.read_text()), record("new", models=["other"])]
     pids = {process.pid for process in find_processes("ray::ServeReplica:medley:Ingress")}
