@@ -179,8 +179,8 @@ def _describe_answer(operation: Operation) -> Document:
     content: Document = {operation.media_type: {"schema": shape}}
     if operation.event is not None:
         content[_EVENT_STREAM] = {
+            # Without a type: to some readers it is the whole text, to others an event.
             "schema": {
-                "type": "string",
                 "description": (
                     f"Server-sent events, if `stream` is true: each is `data: ` and one "
                     f"{operation.event.__name__}; the last one is `data: [DONE]`. A stream that "
