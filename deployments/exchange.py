@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from deployments import sse
 from deployments.answers import AnswerEvents
+from deployments.generation import OpenGeneration
 from deployments.http_io import (
     EventStreamWriter,
     make_error_response,
@@ -17,7 +18,6 @@ from deployments.http_io import (
     run_until_disconnect,
 )
 from deployments.metering import Meter
-from deployments.prompt_log import OpenGeneration
 from deployments.service import GenerationService, begin_prompts, join_adapter_versions
 from deployments.translate import Job
 

@@ -6,6 +6,7 @@ Knows no HTTP and no answer format.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
@@ -33,6 +34,59 @@ class GenerateHandle(Protocol):
     def remote(self, call: GenerationCall) -> ReplicaStream:
         """Call one replica."""
         ...
+
+
+class OpenGeneration(Protocol):
+    """What answers are built from; see ``Generation``."""
+
+    async def admit(self) -> list[AdmissionRecord]:
+        """Open the streams and wait until every prompt is admitted."""
+        ...
+
+    def messages(self) -> AsyncGenerator[tuple[int, Message], None]:
+        """Yield (prompt index, message) as they come."""
+        ...
+
+
+class Observer(Protocol):
+    """Somebody who looks on as a generation goes by, and changes nothing."""
+
+    def note_admissions(self, admissions: Sequence[AdmissionRecord]) -> None:
+        """Take note of the admissions."""
+        ...
+
+    def note_message(self, prompt_index: int, message: Message) -> None:
+        """Take note of a message of one prompt."""
+        ...
+
+
+class ObservedGeneration:
+    """A generation that is passed on, and noted on its way. Owner: the request's task."""
+
+    def __init__(self, generation: OpenGeneration, observers: Sequence[Observer]) -> None:
+        """Note nothing yet.
+
+        Args:
+            generation: to pass on.
+            observers: told in this order.
+        """
+        self._generation = generation
+        self._observers = observers
+
+    async def admit(self) -> list[AdmissionRecord]:
+        """Pass on the admissions; raises as ``Generation.admit`` does."""
+        admissions = await self._generation.admit()
+        for observer in self._observers:
+            observer.note_admissions(admissions)
+        return admissions
+
+    async def messages(self) -> AsyncGenerator[tuple[int, Message], None]:
+        """Pass on the messages; raises as ``Generation.messages`` does."""
+        async with contextlib.aclosing(self._generation.messages()) as messages:
+            async for prompt_index, message in messages:
+                for observer in self._observers:
+                    observer.note_message(prompt_index, message)
+                yield prompt_index, message
 
 
 class Generation:

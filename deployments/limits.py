@@ -6,7 +6,6 @@ The schema has ceilings of its own (``wire_values``); these are checked on what 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 from deployments.wire import ChatRequest, CompletionRequest
@@ -16,6 +15,7 @@ from deployments.wire_values import (
     MAX_METADATA_PAIRS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
+    items_of,
 )
 from models.errors import InvalidRequestError
 
@@ -57,7 +57,10 @@ class RequestLimits:
         level: list[Any] = [body]
         for _ in range(self.max_json_depth):
             level = [
-                item for holder in level for item in _items(holder) if isinstance(item, dict | list)
+                item
+                for holder in level
+                for item in items_of(holder)
+                if isinstance(item, dict | list)
             ]
             if not level:
                 return
@@ -101,9 +104,3 @@ class RequestLimits:
                 f"{max_tokens} tokens for each of {num_choices} choices are "
                 f"{max_tokens * num_choices}; at most {self.max_request_tokens} are allowed",
             )
-
-
-def _items(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()

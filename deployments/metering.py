@@ -8,7 +8,7 @@ request began. A request that no engine admitted has never been.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -18,7 +18,6 @@ from deployments.budget_client import BudgetClient
 from deployments.budget_shares import Seat
 from deployments.calls import GenerationCall
 from deployments.http_io import make_error_response
-from deployments.prompt_log import OpenGeneration
 from deployments.records import AdmissionRecord, Message
 from deployments.translate import Job
 
@@ -92,32 +91,6 @@ class Meter:
     def _charge(self, num_tokens: int) -> None:
         if self._seat is not None:
             self._budgets.charge_tokens(self._seat, num_tokens)
-
-
-class MeteredGeneration:
-    """A generation whose tokens are counted on their way. Owner: the request's task."""
-
-    def __init__(self, generation: OpenGeneration, meter: Meter) -> None:
-        """Count nothing yet.
-
-        Args:
-            generation: to pass on.
-            meter: counts.
-        """
-        self._generation = generation
-        self._meter = meter
-
-    async def admit(self) -> list[AdmissionRecord]:
-        """Pass on the admissions; raises as ``Generation.admit`` does."""
-        admissions = await self._generation.admit()
-        self._meter.note_admissions(admissions)
-        return admissions
-
-    async def messages(self) -> AsyncGenerator[tuple[int, Message], None]:
-        """Pass on the messages; raises as ``Generation.messages`` does."""
-        async for prompt_index, message in self._generation.messages():
-            self._meter.note_message(prompt_index, message)
-            yield prompt_index, message
 
 
 class MeteredExchange:

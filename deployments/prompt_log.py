@@ -11,9 +11,9 @@ import datetime
 import logging
 import logging.handlers
 import queue
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
@@ -24,46 +24,28 @@ _logger = logging.getLogger("ray.serve")
 _OWNER_ONLY = 0o600
 
 
-class OpenGeneration(Protocol):
-    """What answers are built from; see ``Generation``."""
+class LoggedRequest:
+    """What is logged of one request, as it goes by. Owner: the event loop."""
 
-    async def admit(self) -> list[AdmissionRecord]:
-        """Open the streams and wait until every prompt is admitted."""
-        ...
-
-    def messages(self) -> AsyncGenerator[tuple[int, Message], None]:
-        """Yield (prompt index, message) as they come."""
-        ...
-
-
-class LoggedGeneration:
-    """A generation whose messages are noted on their way. Owner: the event loop."""
-
-    def __init__(self, generation: OpenGeneration, job: Job) -> None:
+    def __init__(self, job: Job) -> None:
         """Note nothing yet.
 
         Args:
-            generation: to pass on.
-            job: of its request.
+            job: of the request.
         """
-        self._generation = generation
         self._job = job
         self._choices: dict[tuple[int, int], dict[str, Any]] = {}
         self._adapter_versions: list[str | None] = []
 
-    async def admit(self) -> list[AdmissionRecord]:
-        """Pass on the admissions; raises as ``Generation.admit`` does."""
-        admissions = await self._generation.admit()
+    def note_admissions(self, admissions: Sequence[AdmissionRecord]) -> None:
+        """Take the versions of the adapter."""
         self._adapter_versions = [admission["adapter_version"] for admission in admissions]
-        return admissions
 
-    async def messages(self) -> AsyncGenerator[tuple[int, Message], None]:
-        """Pass on the messages; raises as ``Generation.messages`` does."""
-        async for prompt_index, message in self._generation.messages():
-            for record in message:
-                if record["kind"] == "delta":
-                    self._note(prompt_index, dict(record))
-            yield prompt_index, message
+    def note_message(self, prompt_index: int, message: Message) -> None:
+        """Take what was answered to a prompt."""
+        for record in message:
+            if record["kind"] == "delta":
+                self._note(prompt_index, dict(record))
 
     def to_line(self, outcome: str, now: datetime.datetime) -> bytes:
         """Return what is logged of the request, without a line end.
@@ -144,9 +126,9 @@ class PromptLog:
         self._lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
         self._listener: logging.handlers.QueueListener | None = None
 
-    def write(self, generation: LoggedGeneration, outcome: str) -> None:
+    def write(self, request: LoggedRequest, outcome: str) -> None:
         """Write one request; a disk that fails is told in the log of the service, once a line."""
-        line = generation.to_line(outcome, self._clock()).decode()
+        line = request.to_line(outcome, self._clock()).decode()
         if self._listener is None:
             self._listener = self._start()
         self._lines.put(logging.LogRecord("", logging.INFO, "", 0, line, None, None))

@@ -13,14 +13,14 @@ from deployments.adapter_catalogues import AdapterCatalogues
 from deployments.answers import AnswerCollector, AnswerEvents
 from deployments.api_keys import EVERYTHING, Grants
 from deployments.calls import PromptRecord
-from deployments.generation import GenerateHandle
+from deployments.generation import GenerateHandle, ObservedGeneration, OpenGeneration
 from deployments.http_errors import PROMPT_PARAM
 from deployments.limits import RequestLimits
 from deployments.logprob_objects import PromptResult
-from deployments.metering import Meter, MeteredGeneration
+from deployments.metering import Meter
 from deployments.model_directory import ModelDirectory
 from deployments.open_requests import OpenRequests
-from deployments.prompt_log import LoggedGeneration, OpenGeneration, PromptLog
+from deployments.prompt_log import LoggedRequest, PromptLog
 from deployments.records import AdmissionRecord
 from deployments.responses import Event, Reply, ReplyHead, make_fingerprint, make_reply
 from deployments.translate import Job, make_chat_job, make_completion_job
@@ -192,17 +192,15 @@ class GenerationService:
         Raises:
             DrainingError: this replica stops.
         """
-        with self._open_requests.open(self._generate[job.model_id], job.calls) as opened:
-            generation: OpenGeneration = opened
-            if meter is not None:
-                generation = MeteredGeneration(opened, meter)
+        meters = [] if meter is None else [meter]
+        with self._open_requests.open(self._generate[job.model_id], job.calls) as generation:
             if self._prompt_log is None or not job.is_prompt_logged:
-                yield generation
+                yield ObservedGeneration(generation, meters) if meters else generation
                 return
-            logged = LoggedGeneration(generation, job)
+            logged = LoggedRequest(job)
             outcome = "complete"
             try:
-                yield logged
+                yield ObservedGeneration(generation, [*meters, logged])
             except BaseException as error:
                 outcome = type(error).__name__
                 raise

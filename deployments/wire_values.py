@@ -188,13 +188,14 @@ def read_template_variables(value: Any) -> Mapping[str, Any]:
         )
     level: list[Any] = [value]
     for _ in range(MAX_TEMPLATE_VARIABLE_DEPTH):
-        level = [item for holder in level for item in _items(holder)]
+        level = [item for holder in level for item in items_of(holder)]
     if level:
         raise wire_error(f"is nested more than {MAX_TEMPLATE_VARIABLE_DEPTH} levels deep")
     return value
 
 
-def _items(value: Any) -> Iterable[Any]:
+def items_of(value: Any) -> Iterable[Any]:
+    """Return what an object or a list of JSON holds; nothing of any other value."""
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()
