@@ -10,9 +10,11 @@ from collections.abc import Mapping
 OTHER_ADAPTERS = "(other)"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class AdapterTotals:
     """Totals of one adapter, or of several together, over all its versions; they never fall.
+
+    The meter adds to its own; whoever asks gets copies.
 
     Attributes:
         num_requests: requests that got a lease of it.
@@ -24,17 +26,6 @@ class AdapterTotals:
         num_evictions: versions that left host memory to make room.
     """
 
-    num_requests: int = 0
-    num_generated_tokens: int = 0
-    num_hits: int = 0
-    num_loads: int = 0
-    load_s: float = 0.0
-    num_failed_loads: int = 0
-    num_evictions: int = 0
-
-
-@dataclasses.dataclass(slots=True)
-class _Sums:
     num_requests: int = 0
     num_generated_tokens: int = 0
     num_hits: int = 0
@@ -62,8 +53,8 @@ class AdapterMeter:
         """
         self._max_num_adapters = max_num_adapters
         self._lock = threading.Lock()
-        self._sums: dict[str, _Sums] = {}
-        self._others = _Sums()
+        self._sums: dict[str, AdapterTotals] = {}
+        self._others = AdapterTotals()
 
     def count_request(self, adapter_id: str) -> None:
         """Count a request that got its adapter."""
@@ -101,12 +92,12 @@ class AdapterMeter:
         """Return the totals by adapter id, and under OTHER_ADAPTERS those of all others."""
         with self._lock:
             named = {OTHER_ADAPTERS: self._others, **self._sums}
-            return {name: AdapterTotals(**dataclasses.asdict(sums)) for name, sums in named.items()}
+            return {name: dataclasses.replace(sums) for name, sums in named.items()}
 
-    def _place(self, adapter_id: str) -> _Sums:
+    def _place(self, adapter_id: str) -> AdapterTotals:
         if adapter_id not in self._sums and len(self._sums) < self._max_num_adapters:
-            self._sums[adapter_id] = _Sums()
+            self._sums[adapter_id] = AdapterTotals()
         return self._find(adapter_id)
 
-    def _find(self, adapter_id: str) -> _Sums:
+    def _find(self, adapter_id: str) -> AdapterTotals:
         return self._sums.get(adapter_id, self._others)
